@@ -31,15 +31,16 @@ if TYPE_CHECKING:
 NAMES = (
     "tools.importing", "tools.prepare", "tools.plan", "extensions.held_out", "tools.launch", "extensions.rendezvous",
     "extensions.accelerators", "extensions.pipeline", "extensions.kv_replication", "extensions.object_storage",
-    "extensions.shard_formats", "extensions.data_changes", "extensions.async_checkpointing", "extensions.local_tier",
-    "extensions.other_weights", "extensions.save_schedule", "extensions.huggingface", "extensions.tokenizers",
-    "extensions.optimizers", "extensions.mup", "extensions.lora", "extensions.moving_average",
+    "extensions.shard_formats", "extensions.verification", "extensions.data_changes", "extensions.async_checkpointing",
+    "extensions.local_tier", "extensions.other_weights", "extensions.save_schedule", "extensions.huggingface",
+    "extensions.tokenizers", "extensions.optimizers", "extensions.mup", "extensions.lora", "extensions.moving_average",
     "extensions.batch_rampup", "extensions.length_stages", "extensions.schedules", "extensions.splash",
     "extensions.fp8", "extensions.fp16", "extensions.manual_precision", "extensions.skip_step", "extensions.spikes",
     "extensions.report_figures", "extensions.stragglers", "extensions.sharding_report", "extensions.profiler",
-    "extensions.questions", "extensions.preemption", "extensions.clock", "extensions.benchmark", "extensions.history",
-    "extensions.trackers", "extensions.best_checkpoints", "extensions.one_program", "extensions.preflight",
-    "extensions.terminal", "tools.completion", "tools.help",
+    "extensions.questions", "extensions.preemption", "extensions.clock", "extensions.mfu", "extensions.benchmark",
+    "extensions.history", "extensions.trackers", "extensions.best_checkpoints", "extensions.one_program",
+    "extensions.preflight", "extensions.hosts", "extensions.overview", "extensions.terminal", "tools.completion",
+    "tools.help",
 )  # fmt: skip
 EXTENSIONS = installed(NAMES)
 use_files_of(EXTENSIONS)  # the tools read the same paths
@@ -88,12 +89,13 @@ def train(
 
         # Data: the global batch of step k is a function of (data, config, k). From here on the configuration is final
         config, streams = start.open_streams(engine, checkpoint, data)
-        start.check_hosts(config, engine)
-        start.print_run(config, engine, streams, extensions)
+        for extension in extensions:
+            extension.opened(config, engine, streams, extensions)
 
         # Model and optimizer: placed by the sharding table
         trainee = engine.place((build or build_model)(config))
-        start.print_placement(config, engine, trainee)
+        for extension in extensions:
+            extension.placed(config, engine, trainee)
 
         # Checkpoint: the same command continues from the newest one, with the data that follow it and its metrics
         checkpoints = Checkpoints(config, config.run_folder)

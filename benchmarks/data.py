@@ -189,7 +189,7 @@ def report_verification(name: str, folder: Path, rounds: int = 1000, batches: in
     """
     seconds = {"off": 0.0, "first_read": 0.0}
     with tempfile.TemporaryDirectory() as index:
-        config = settings(folder, Path(index))
+        config: Any = settings(folder, Path(index))
         streams = {"off": open_stream(replace(config, verify_data="off")), "first_read": open_stream(config)}
         for number in range(rounds):
             for mode, stream in streams.items():

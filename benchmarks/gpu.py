@@ -33,11 +33,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from main_training import CONFIGURATION
-from pretraining.config.devices import kind_of
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
+from pretraining.extensions.devices import kind_of
+from pretraining.extensions.flops import Meter, flops_per_token
 from pretraining.models.init import build_model
-from pretraining.monitor.flops import Meter, flops_per_token
 from pretraining.parallel import accelerator
 from pretraining.parallel.torch.engine import TorchEngine
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from plotly.graph_objects import Figure, Scatter
 
-from pretraining.monitor.figures import size
+from pretraining.extensions.units import size
 from pretraining.tools.plan.checks import topology_devices
 from pretraining.tools.plan.compiled import compile_step
 from pretraining.tools.plan.plan import plan_of

@@ -6,9 +6,9 @@ Nothing runs: the compiler (requirements/tpu-aot.txt) compiles the step of llama
 sequence of 4096 tokens per chip, every block recomputed. Flags are settings. Prints a row of a table and, where
 benchmarks/maxtext.json has that case, MaxText's row and its source. Figures are those of one chip and step.
 
-The last columns are a roofline: the times that the device's published rates (pretraining/config/devices.py) need for
-the products, for the bytes to and from HBM and for the bytes sent, and the MFU if the longest of them were the step.
-MFU counts all pairs of tokens in attention, of which the kernel computes half, so that it can be above 100 %.
+The last columns are a roofline: the times that the device's published rates (pretraining/extensions/devices.py) need
+for the products, for the bytes to and from HBM and for the bytes sent, and the MFU if the longest of them were the
+step. MFU counts all pairs of tokens in attention, of which the kernel computes half, so that it can be above 100 %.
 """
 
 from __future__ import annotations

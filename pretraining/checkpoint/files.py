@@ -87,11 +87,6 @@ def unreadable(error: OSError, path: Location | str, place: str = "") -> Excepti
     return UnreadableError(f"{path}: {error.strerror}{place}")
 
 
-def read_json(path: Location) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises UnreadableError if it cannot be read or contains something else."""
-    return parse_json(read_file(path), path)
-
-
 def parse_json(text: bytes, path: Location) -> dict[str, Any]:
     """Return the object that `text`, which is from `path`, represents. Raises UnreadableError if it is none."""
     try:

@@ -71,12 +71,6 @@ def newest_first(*lists: Iterable[Location]) -> list[Location]:
     return sorted((path for paths in lists for path in paths), key=step_of, reverse=True)
 
 
-def keep_newest(folder: Location, count: int) -> None:
-    """Remove all but the `count` newest committed checkpoints, oldest first."""
-    assert count >= 1
-    keep_steps(folder, lambda steps: steps[:count])
-
-
 def keep_steps(folder: Location, choose: Callable[[Sequence[int]], Collection[int]]) -> None:
     """Remove committed checkpoints, oldest first, but the newest and those that `choose` returns of their steps, newest
     first."""

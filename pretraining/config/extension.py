@@ -64,6 +64,8 @@ class Extension:
     """A subclass of TrainConfig with the settings of this extension."""
     checks: tuple[Callable[[Any], Iterable[Problem]], ...] = ()
     """Rules across settings."""
+    stored_data_checks: tuple[Callable[[Any], Iterable[Problem]], ...] = ()
+    """Such rules about data that a caller may replace by data of its own."""
     resolve: Callable[[Mapping[str, object], type[TrainConfig], Iterable[Check], bool], FileFlags] | None = None
     """Merge flags with files that they name, before validation; the last argument: print a report."""
     switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -81,6 +83,11 @@ class Extension:
     agree: Callable[[Any, Mapping[str, str]], None] | None = None
     """Compare the configuration, and fingerprints of the data by name, with those of the run's other processes, before
     a device is opened. Raises UserError."""
+    opened: Callable[[Any, Any, Mapping[str, Any], Sequence[Extension]], None] = lambda *_: None
+    """Check or print what the configuration, the engine, the streams by split and all extensions decide, before the
+    model is built. Raises UserError."""
+    placed: Callable[[Any, Any, Any], None] = lambda *_: None
+    """Print what is known of the configuration, the engine and the trainee, once the model is placed."""
     report: Callable[[UserError], None] | None = None
     """Print the mistake that ends this process, in place of config.flags.print_mistake."""
     watch: Callable[[Any], Watcher | None] | None = None

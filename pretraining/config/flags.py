@@ -14,7 +14,6 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import SequenceMatcher, get_close_matches
 from typing import Any, NamedTuple
 
 from pretraining.config.declaration import Setting, settings_of
@@ -23,8 +22,6 @@ from pretraining.config.grammar import without_credentials
 from pretraining.config.script import exit_code, write_exit_code
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import Check, problems
-
-Settings = Mapping[str, Setting]  # by name
 
 
 def print_mistake(error: UserError) -> None:
@@ -109,7 +106,7 @@ def read(words: Sequence[str], configuration: type[TrainConfig] = TrainConfig) -
         if word.startswith("--") and word != "--":
             _add(line, configuration, *_flag(word, rest, settings))
         else:
-            line.problems.append(_stray(word, rest, settings))
+            line.problems.append(_stray(word, rest, configuration))
     return line
 
 
@@ -126,7 +123,7 @@ def _add(line: CommandLine, configuration: type[TrainConfig], word: str, name: s
         line.flags[name] = value
 
 
-def _flag(word: str, rest: deque[str], settings: Settings) -> tuple[str, str, str | None]:
+def _flag(word: str, rest: deque[str], settings: Mapping[str, Setting]) -> tuple[str, str, str | None]:
     """Return the flag as typed, its name and its value, which may be the next word of `rest`; None if there is none."""
     head, equals, value = word.partition("=")
     name = head[2:].replace("-", "_")
@@ -146,48 +143,24 @@ def _is_value(word: str) -> bool:
     return not word.startswith("-") or word[1:2].isdigit() or word[1:2] == "."
 
 
-def _stray(word: str, rest: deque[str], settings: Settings) -> Problem:
+def _stray(word: str, rest: deque[str], configuration: type[TrainConfig]) -> Problem:
     """Return the problem with a positional word, or with a flag that has a single dash, whose value it takes too."""
     if not word.startswith("-") or not word.strip("-"):
         return Problem(word, "belongs to no flag; write --name=value")
     if "=" not in word and rest and _is_value(rest[0]):
         word = f"{word} {rest.popleft()}"
-    near = _nearest(word.strip("-").replace(" ", "="), settings)
-    return Problem(word, f"has a single dash; write --name=value{near}")
+    name = word.strip("-").replace(" ", "=").partition("=")[0]
+    return Problem(word, f"has a single dash; write --name=value{_meant(name, configuration)}")
 
 
 def _unknown(name: str, subject: str, configuration: type[TrainConfig]) -> Problem:
-    near = _meant(configuration.named_elsewhere(name)) or _nearest(name, settings_of(configuration))
-    return Problem(subject, f"no such flag{near or '; --help lists them all'}")
+    return Problem(subject, f"no such flag{_meant(name, configuration) or '; --help lists them all'}")
 
 
-def _meant(near: Iterable[str]) -> str:
-    """Return "; did you mean ...?" with these fields, or nothing."""
-    names = " or ".join(f"--{field}" for field in near)
+def _meant(name: str, configuration: type[TrainConfig]) -> str:
+    """Return "; did you mean ...?" with the settings that `name` may stand for, or nothing."""
+    names = " or ".join(f"--{setting}" for setting in configuration.meant_by(name))
     return f"; did you mean {names}?" if names else ""
-
-
-def _nearest(word: str, settings: Settings) -> str:
-    """Return "; did you mean ...?" with the fields of these initials or words, or the most similar ones, or nothing."""
-    name = word.partition("=")[0].replace("-", "_").lower()
-    near = [field for field in settings if name == "".join(part[0] for part in field.split("_"))]
-    near = [field for field in near if settings[field].is_common] or near
-    if not near and "_" in name:
-        near = [field for field in settings if _has_words(field, name)]
-    if not near or name in near:
-        close = get_close_matches(name, settings, n=3, cutoff=0.75)
-        near = [field for field in close if _likeness(name, field) > _likeness(name, close[0]) - 0.05]
-    return _meant(near)
-
-
-def _has_words(field: str, name: str) -> bool:
-    """Return whether the words of `name` are words of `field`, in their order."""
-    words = iter(field.split("_"))
-    return all(word in words for word in name.split("_"))
-
-
-def _likeness(one: str, other: str) -> float:
-    return SequenceMatcher(None, one, other).ratio()
 
 
 # ---- flags to a configuration

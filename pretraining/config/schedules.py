@@ -53,12 +53,10 @@ def after_warmup(rate: Rate) -> Rate:
 def fms_cosine(step: int, s: Curve) -> float:
     """Quadratic warm-up over min(2000, total // 20) steps under a cosine from the peak at 0 to a tenth of it.
 
-    fms-fsdp's (`main_training_llama.py`). Evaluated at step + 1, so that the first update already moves. Under 20 steps
-    there is no warm-up.
+    fms-fsdp's (`main_training_llama.py`). Evaluated at step + 1, so that the first update already moves.
     """
     done = step + 1
-    warmup = min(2000, s.total // 20)
-    rising = 1 - (1 - min(done, warmup) / warmup) ** 2 if warmup else 1.0
+    rising = 1 - (1 - min(done, s.warmup) / s.warmup) ** 2 if s.warmup else 1.0
     falling = 0.1 + 0.45 * (1 + math.cos(math.pi * min(done, s.total) / s.total))
     return s.peak * min(rising, falling)
 

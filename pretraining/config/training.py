@@ -28,7 +28,6 @@ from pretraining.config.declaration import (
     Storable,
     settings_of,
 )
-from pretraining.config.devices import DeviceKind, kind_of
 from pretraining.config.division import Division
 from pretraining.config.errors import Problem, UserError
 from pretraining.config.grammar import (
@@ -375,10 +374,6 @@ class TrainConfig:
     index_dir: Annotated[str, PER_HOST] = ""
     """Folder of the shards' indexes (12 bytes a document; of Parquet shards the decoded tokens too), which are built
     once. Empty: pretraining/token_index in $XDG_CACHE_HOME, otherwise in ~/.cache."""
-    verify_data: Annotated[Literal["off", "first_read", "always"], Resume.FREE] = "first_read"
-    """When the bytes of a block of documents are compared with its checksum: at its first read in a run, at every read,
-    or never. The checksum is that of meta.json where prepare wrote the shards, otherwise what the index folder has
-    recorded at the first read ever, or when pretraining.tools.inspect_data --verify compared whole files before."""
     num_workers: Annotated[int, AtLeast(1, below=4096), Resume.FREE, PER_HOST] = 1
     """Threads that read batches ahead. The order of the data does not depend on it. Elsewhere:
     dataloader_num_workers."""
@@ -477,8 +472,8 @@ class TrainConfig:
         return "\n".join(f"--{name}={setting.default}" for name, setting in settings_of(cls).items())
 
     @classmethod
-    def named_elsewhere(cls, name: str) -> list[str]:
-        """Return the settings that other trainers call `name`, as far as an extension knows."""
+    def meant_by(cls, word: str) -> list[str]:
+        """Return the settings that `word`, which is no setting, may stand for, as far as an extension knows."""
         return []
 
     @property
@@ -496,9 +491,9 @@ class TrainConfig:
         assert self.global_batch_size is not None
         return self.global_batches(self.global_batch_size).trained(self.num_steps)
 
-    def device_kind(self, name: str) -> DeviceKind | None:
-        """Return the kind of a device that its runtime calls `name`, whose peak MFU is a share of; None: unknown."""
-        return kind_of(name, self.precision_mode)
+    def device_kind(self, name: str) -> Any:
+        """Return the extensions.devices.DeviceKind of a device that its runtime calls `name`; None: unknown."""
+        return None
 
     def reports_at(self, step: int) -> bool:
         """Return whether the run reports after the update `step`."""
@@ -755,6 +750,13 @@ class TrainConfig:
                 raise UserError(f"--{name}={path}: {remedy}")
         if not self.saves_frozen:
             raise UserError(f"a checkpoint without the frozen weights {remedy}")
+        return None
+
+    def block_check(self, description: Mapping[str, Any]) -> Any:
+        """Return what compares blocks of a dataset with what they were (data.corpus.BlockCheck); None: nothing does.
+
+        description: contents of its meta.json, {} without one.
+        """
         return None
 
     def begin_mixture(

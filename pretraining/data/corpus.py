@@ -8,20 +8,17 @@ whatever the number of documents) and the documents of the blocks that are being
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
 from dataclasses import dataclass
 from threading import Lock
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from pretraining.config.errors import UserError
-from pretraining.data.checksums import BlockSums, byte_sum
 from pretraining.data.files import OpenFiles
 from pretraining.data.hashing import key_of, mix_one, permutation
 from pretraining.data.index import GROUP, ShardIndex
-from pretraining.data.stores.shard import DiskArray, to_int32
+from pretraining.data.stores.shard import DiskArray, Readable, to_int32
 from pretraining.storage import OpenFile, ReadAhead, StorageError, is_remote
 
 # Tokens a block should have: with short documents whole blocks are read at once, and 64 KiB take 8 us.
@@ -43,7 +40,6 @@ class DocumentOrder:
     separator: int | None  # after every document; None: none
     bos: int | None  # before every document; None: none
     boundaries: bool  # whether the caller asks where documents begin
-    verify: str = "off"  # when the checksum of a block is compared: --verify_data
 
     @property
     def added(self) -> int:
@@ -75,12 +71,24 @@ class DocumentBlock:
     low: int  # first byte of the block's tokens
     high: int  # the byte after the last
     ranges: list[tuple[int, int]]  # to request for the whole block; of a local shard, none
-    is_verified: bool  # whether the checksum was compared, or need not be
+    is_verified: bool  # whether the check has compared it, or need not
 
     @property
     def memory(self) -> int:
         """Bytes of the block in memory, with 1000 for the objects around the arrays, and 120 for each range."""
         return 1000 + 3 * self.before.nbytes + 120 * len(self.ranges)
+
+
+class BlockCheck(Protocol):
+    """Compares blocks with what they were. Threads may share it."""
+
+    is_repeated: bool  # at every read of a block, and not at the first alone
+
+    def compare(self, block: DocumentBlock, source: Readable, documents: range, length: int) -> bool:
+        """Compare a block, which has these documents of its shard and could have `length`; return whether it is known.
+
+        source: what it is read from. Raises UserError if the block is not as it was.
+        """
 
 
 BlockKey = tuple[int, int, int]  # id of the Corpus, epoch, block
@@ -120,11 +128,10 @@ class Corpus:
         files: OpenFiles,
         cache: BlockCache,
         ahead: ReadAhead | None,
-        listed: Mapping[str, Any] = MappingProxyType({}),
+        check: BlockCheck | None,
     ) -> None:
         """documents: those that belong to the stream, counted over all shards. ahead: reads shards that are not local.
-
-        listed: checksums of the blocks, as meta.json has them.
+        check: of blocks, when they are read.
         """
         self._ahead = ahead if any(is_remote(shard.tokens) for shard in shards) else None
         self._shards, self._order, self._files, self._cache = shards, order, files, cache
@@ -134,7 +141,7 @@ class Corpus:
         self._block_documents = documents_per_block(
             sum(shard.documents for shard in shards), sum(shard.token_count for shard in shards)
         )
-        self._sums = BlockSums(self._block_documents, listed)
+        self._check = check
         self._shard, self._first, self._last, self._tokens = self._divide(documents).T
         self.tokens = int(self._tokens.sum())  # of one epoch, added ones included
         self.has_labels = any(shard.trained is not None for shard in shards)
@@ -233,32 +240,18 @@ class Corpus:
         return source
 
     def _verify(self, number: int, block: DocumentBlock) -> bool:
-        """Compare the checksum of a block with its record; return whether there was one.
-
-        UserError names the shard if they differ.
-        """
-        first, last = int(self._first[number]), int(self._last[number])
-        is_known = self._sums.check(block.shard, first, last, self._checksum(block))
+        """Let the check compare a block; return whether it knew the block. UserError if that is not as it was."""
+        assert self._check is not None
+        file = self._files.get(block.shard.tokens, block.shard.token_stamp, block.shard.path)
+        source = self._source(block, file, (0, len(block.lengths)))
+        documents = range(int(self._first[number]), int(self._last[number]))
+        is_known = self._check.compare(block, source, documents, self._block_documents)
         self._verified.add(number)
         block.is_verified = True
         return is_known
 
-    def _checksum(self, block: DocumentBlock) -> int:
-        shard = block.shard
-        file = self._files.get(shard.tokens, shard.token_stamp, shard.path)
-        documents = len(block.lengths)
-        source = self._source(block, file, (0, documents))
-        size = (block.before[-1] - documents * self._order.added) * block.width
-        if block.high - block.low <= 2 * size + 1024 * documents:
-            total = byte_sum(source, block.low, block.high)
-        else:  # documents of Megatron may be anywhere in the .bin
-            ranges = zip(block.starts, block.lengths, strict=True)
-            total = sum(byte_sum(source, at, at + length * block.width) for at, length in ranges)
-        places = int(np.dot(block.starts, block.lengths))  # of the documents: a block may hold its bytes in any order
-        return (total + places) % 2**64
-
     def verify_all(self) -> int:
-        """Compare every block with its record, or record it; return how many had none. UserError if one differs."""
+        """Let the check compare every block; return how many it did not know. UserError if one is not as it was."""
         epoch = self._permute(0)
         return sum(not self._verify(number, self._read_block(epoch, number)) for number in range(len(self._tokens)))
 
@@ -278,7 +271,7 @@ class Corpus:
         ends = starts + lengths * width
         low, high = int(starts.min()), int(ends.max())
         ranges = self._ahead.joined(starts, ends) if self._ahead and is_remote(shard.tokens) else []
-        is_verified = number in self._verified if self._order.verify == "first_read" else self._order.verify == "off"
+        is_verified = self._check is None or (number in self._verified and not self._check.is_repeated)
         return DocumentBlock(shard, width, starts.data, lengths.data, before.data, low, high, ranges, is_verified)
 
     def _read(self, array: DiskArray, shard: ShardIndex, start: int, stop: int) -> np.ndarray:

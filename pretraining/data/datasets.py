@@ -54,12 +54,6 @@ class Dataset:
     description: dict[str, Any]  # contents of meta.json, empty without one
 
     @property
-    def blocks(self) -> dict[str, Any]:
-        """The checksums of the blocks as prepare.py wrote them; {} if it did not."""
-        blocks = self.description.get("blocks")
-        return blocks if isinstance(blocks, dict) else {}
-
-    @property
     def tokenizer(self) -> str:
         """The sha256 of the tokenizer that the data were prepared with; "" if it is not known."""
         return str(self.description.get("tokenizer_sha256") or "")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-from pathlib import Path
 from threading import Lock
 
 from pretraining.config.errors import UserError
@@ -46,13 +44,6 @@ class OpenFiles:
         with self._lock:
             self._files.clear()
             self._remote.clear()
-
-
-def write_atomically(path: Path, content: bytes | str) -> None:
-    """Write a file that appears under its name only when it is complete."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(content if isinstance(content, bytes) else content.encode())
-    temporary.replace(path)
 
 
 def file_hash(path: Location) -> str:

@@ -160,21 +160,11 @@ class Stream:
             batch["labels"][max(0, len(sequences) - places.start) :] = IGNORED
         return batch
 
-    def batches_by_dataset(self, steps: int) -> dict[str, list[Sequence[int]]]:
-        """Return the sequences of the first `steps` batches in groups of at most a global batch, by dataset.
-
-        A group has sequences of one dataset, so that its loss is the dataset's; all groups together have the sequences
-        of the batches.
-        """
-        first, rows = int(self._state["sequences"]), self._slice.global_rows
-        last = first + steps * rows
-        numbers = np.arange(first, last if self._counted is None else min(last, self._counted))
-        parts = self._source.by_dataset(numbers)
-        return {
-            name: [part[start : start + rows].tolist() for start in range(0, len(part), rows)]
-            for name, part in parts.items()
-            if len(part)
-        }
+    def by_dataset(self, steps: int) -> dict[str, np.ndarray]:
+        """Return the sequences of the first `steps` batches whose labels are trained, by dataset."""
+        first = int(self._state["sequences"])
+        last = first + steps * self._slice.global_rows
+        return self._source.by_dataset(np.arange(first, last if self._counted is None else min(last, self._counted)))
 
     def text_bytes(self, batch: Batch) -> int | None:
         """Return the bytes of text that the trained labels of a batch stand for; None without a tokenizer."""
@@ -396,7 +386,7 @@ def open_stream(
     ahead = store_of(source.folder).read_ahead(config)
     orders = [_order(config, special, dataset.name, any(fields)) for dataset in datasets]
     corpora = [
-        Corpus(dataset.shards, dataset.documents, order, files, cache, ahead, dataset.blocks)
+        Corpus(dataset.shards, dataset.documents, order, files, cache, ahead, config.block_check(dataset.description))
         for dataset, order in zip(datasets, orders, strict=True)
     ]
     _check_not_empty(source, datasets, corpora, split)
@@ -495,19 +485,15 @@ def _order(config: TrainConfig, special: SpecialTokens, name: str, boundaries: b
     """Return the order of a dataset. Its name is part of the key: it keeps its order whatever it is mixed with."""
     key = (config.seed, int(short_hash(name), 16))
     shuffled = config.shuffle != "none"
-    return DocumentOrder(key, shuffled, special.eos, special.bos, boundaries, verify=config.verify_data)
+    return DocumentOrder(key, shuffled, special.eos, special.bos, boundaries)
 
 
 def _order_settings(config: TrainConfig, special: SpecialTokens, shares: str) -> dict[str, Any]:
     """Return every setting that the order of all datasets depends on, by the name of its flag."""
+    names = ("seed", "seq_length", "logical_shards", "shuffle", "max_samples", "strip_tokens")
     return {
-        "seed": config.seed,
-        "seq_length": config.seq_length,
-        "logical_shards": config.logical_shards,
-        "shuffle": config.shuffle,
+        **{name: getattr(config, name) for name in names},
         "split": shares,
-        "max_samples": config.max_samples,
-        "strip_tokens": config.strip_tokens,
         "eos_token": special.eos,
         "bos_token": special.bos,
         "bol_token": special.bol,

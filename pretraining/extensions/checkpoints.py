@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pretraining.checkpoint.files import read_json
 from pretraining.checkpoint.folder import CHECKPOINTS, find_checkpoints
 from pretraining.checkpoint.manifest import DTYPES, Checkpoint, is_committed, open_checkpoint
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.store import load
 from pretraining.config.errors import UserError
+from pretraining.extensions.files import read_json
 from pretraining.storage import CHECKPOINT_FORMATS, Location, is_remote, location
 
 RUN_CONFIG = "config.json"  # of a run: its effective configuration

@@ -18,7 +18,7 @@ from pretraining.monitor.figures import duration, format_number, percent
 
 
 def progress_line(record: Mapping[str, Any], num_steps: int, steps_left: float | None = None) -> str:
-    """Return step, percent, loss, learning rate, gradient norm, tokens/s, MFU (6N + 12LdS) and remaining time.
+    """Return step, percent, loss, learning rate, gradient norm, tokens/s, MFU (see extensions/mfu) and remaining time.
 
     steps_left: the tokens after this step as a number of steps like this one, where later ones have more; infinite
     after a step that compiled, whose time says nothing of later ones.
@@ -31,7 +31,7 @@ def progress_line(record: Mapping[str, Any], num_steps: int, steps_left: float |
             f"lr {record['learning_rate']:.2e}",
             *((f"grad norm {format_number(record['grad_norm'], 7, 3)}",) if "grad_norm" in record else ()),
             f"{record['tokens_per_second']:>9,.0f} tokens/s",
-            f"MFU {percent(record['mfu'])}",
+            f"MFU {percent(record.get('mfu'))}",
             f"ETA {duration(remaining) if math.isfinite(remaining) else 'n/a'}",
             *(("loss spike",) if record.get("loss_spike") else ()),
             *((f"{counted(int(record['outliers']), 'update')} skipped",) if record.get("outliers") else ()),

@@ -52,27 +52,6 @@ def precision_of(config: TrainConfig) -> Precision:
     return chosen._replace(optimizer_state=state, gradient_reduction=reduction)
 
 
-def describe_dtypes(config: TrainConfig) -> str:
-    """Return the precision mode and the dtypes in one line."""
-    chosen = precision_of(config)
-    dtypes = {
-        "activations": chosen.activations,
-        "products": chosen.compute,
-        "parameters": chosen.parameters,
-        "gradients": chosen.gradients,
-        "optimizer state": chosen.optimizer_state,
-    }
-    listed = ", ".join(f"{name} {_short(dtype)}" for name, dtype in dtypes.items())
-    rounding = "; rounded stochastically" if chosen.stochastic_rounding else ""
-    mode = config.precision_mode
-    float8 = "; linear layers of the blocks fp8 (e4m3, gradients e5m2), all-gathers bf16" if mode == "fp8" else ""
-    return f"{mode}: {listed}{rounding}{float8}"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
-
-
 # ---- Stochastic rounding: up or down with the probability that makes the mean exact
 
 # Moves a number of 8 significant bits by 0.6 to 1.3 times the distance to its neighbour, which is then the nearest.

@@ -36,7 +36,7 @@ def warmup_steps(config: TrainConfig) -> float:
     """Return the number of warm-up steps; a fraction only for schedules that do not round lr_warmup_ratio x total."""
     total = config.lr_decay_steps or config.num_steps
     if config.lr_schedule == "fms_cosine":
-        return min(2000, total // 20)
+        return min(2000, total // 20)  # fms-fsdp's rule: under 20 steps there is none
     if config.lr_warmup_ratio is None:
         return config.lr_warmup_steps or 0
     share = config.lr_warmup_ratio * total

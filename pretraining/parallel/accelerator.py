@@ -150,7 +150,7 @@ def set_matmul_precision(row: Accelerator, compute: torch.dtype) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name as in config/devices.py: "NVIDIA H200", "TPU v5e", "CPU"."""
+    """Return the name as extensions/devices.py has it: "NVIDIA H200", "TPU v5e", "CPU"."""
     if device == HOST:
         return ACCELERATORS[HOST.type].title
     module: Any = torch.get_device_module(device)

@@ -149,24 +149,3 @@ def _batch_remedy(config: TrainConfig, ranks: int, total: int, steps: int | None
         return f"{arithmetic} x a whole number; use a multiple of {ranks}, such as {near} or {near + ranks}"
     valid = ", ".join(map(str, divisors(total // ranks, total // ranks)))
     return f"{arithmetic} x a whole number; with it, batch_size can be {valid}"
-
-
-def notes(config: TrainConfig, shape: ModelShape, mesh: Mesh, engine: str, linked: str = "") -> list[str]:
-    """Return a line for each parallelism setting that has another effect than its name says.
-
-    linked: why devices have fast links between them.
-    """
-    lines = config.division.notes(engine)
-    if config.sharding_strategy == "hsdp" and not config.sharding_group_size and linked and mesh.size > 1:
-        lines.append(f"hsdp: {mesh.replica} groups of {mesh.shard}, because {linked}; see --sharding_group_size")
-    if config.sequence_parallel and mesh.tensor == 1:
-        lines.append("sequence_parallel: off, because tensor_parallel_size is 1")
-    if config.sharding_strategy in ("zero1", "zero2") and mesh.shard * mesh.context == 1:
-        lines.append(
-            f"sharding_strategy={config.sharding_strategy}: same as ddp, because there is one data-parallel rank"
-        )
-    elif config.sharding_strategy == "zero2" and engine == "xla" and config.gradient_accumulation_steps == 1:
-        lines.append("sharding_strategy=zero2: same as zero1, because there is no gradient accumulation")
-    if (repeats := kv_repeats(config, shape)) > 1:
-        lines.append(f"kv_replication: {repeats} copies of each of {shape.num_kv_heads} key/value heads are used")
-    return lines

@@ -13,7 +13,7 @@ from pretraining.config.script import USER_MISTAKE
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import Check
 from pretraining.data.checks import CHECKS as DATA
-from pretraining.data.checks import OF_STORED_DATA
+from pretraining.data.checks import STORED_DATA
 from pretraining.models.checks import CHECKS as MODELS
 from pretraining.optim.checks import CHECKS as OPTIM
 from pretraining.parallel.checks import CHECKS as PARALLEL
@@ -39,8 +39,7 @@ def configure(
     flags = changed_settings(settings) if isinstance(settings, TrainConfig) else settings
     origin = "TrainConfig" if isinstance(settings, TrainConfig) else "command line"
     configuration = configuration_of(tuple(extensions))
-    rules = [check for check in checks_of(extensions) if not (own_data and check in OF_STORED_DATA)]
-    checks = [*rules, *start_checks_of(extensions, own_data) * report]
+    checks = [*checks_of(extensions, own_data), *start_checks_of(extensions, own_data) * report]
     inputs = FileFlags(dict(flags), {}, [])
     for resolve in (extension.resolve for extension in extensions if extension.resolve):
         more = resolve(inputs.values, configuration, checks, report)
@@ -51,9 +50,10 @@ def configure(
     return config
 
 
-def checks_of(extensions: Sequence[Extension]) -> tuple[Check, ...]:
-    """Return the rules across settings of every room and extension."""
-    return (*CHECKS, *(check for extension in extensions for check in extension.checks))
+def checks_of(extensions: Sequence[Extension], own_data: bool = False) -> tuple[Check, ...]:
+    """Return the rules across settings of every room and extension; with `own_data` not those about stored data."""
+    stored = (*STORED_DATA, *(check for extension in extensions for check in extension.stored_data_checks))
+    return (*CHECKS, *(() if own_data else stored), *(check for extension in extensions for check in extension.checks))
 
 
 def start_checks_of(extensions: Sequence[Extension], own_data: bool = False) -> list[Check]:

@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from pretraining.config.variants import model_shape
 from pretraining.data.stream import Batch
-from pretraining.monitor.flops import Meter, flops_per_token
 from pretraining.monitor.progress import progress_line
 from pretraining.parallel.engine import Engine
 from pretraining.run.training_run import TrainingRun
@@ -49,7 +47,6 @@ class Reports:
     def __init__(self, run: TrainingRun) -> None:
         self._run = run
         self.watch = Stopwatch(run.start_step)
-        self._kind = run.config.device_kind(run.engine.device_name)
         self._waited = 0.0  # seconds for data up to the last report
 
     def write(self, step: int, figures: dict[str, float], rate: float, batch: Batch) -> None:
@@ -69,7 +66,6 @@ class Reports:
         run, config, engine, step_time = self._run, self._run.config, self._run.engine, self.watch.lap(step)
         before = self.watch.step
         tokens = (run.tokens_seen(step) - run.tokens_seen(before)) / (step - before)  # per step, in the mean
-        flops = flops_per_token(model_shape(config), config.row_length(step))
         return {
             "step": step,
             "loss": figures["loss"],
@@ -80,7 +76,8 @@ class Reports:
             "samples_seen": run.stream.state(step - run.start_step)["sequences"],
             "consumed": run.stream.consumed(step - run.start_step),
             "step_time": step_time,
-            **Meter(tokens, engine.mesh.size, flops, self._kind).speed(step_time),
+            "tokens_per_second": tokens / step_time,
+            "tokens_per_second_per_device": tokens / step_time / engine.mesh.size,
             "samples_per_second": tokens / config.seq_length / step_time,
             "memory_bytes": engine.memory_bytes(),
             "compilations": engine.compilations(),

@@ -1,48 +1,25 @@
-"""What a run checks, prints and writes before the first step. Composes the rooms."""
+"""What a run checks, opens and writes before the first step. Composes the rooms."""
 
 from __future__ import annotations
 
 import json
-import socket
-import time
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
 
 from pretraining.checkpoint.files import writing_to
 from pretraining.checkpoint.manifest import Facts
-from pretraining.checkpoint.restoring import check_starting_point, checkpoint_folder
-from pretraining.config.declaration import settings_of
+from pretraining.checkpoint.restoring import check_starting_point
 from pretraining.config.errors import UserError
-from pretraining.config.extension import Extension
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.data.stream import NO_ROWS, Rows, Stream, check_data, open_stream
 from pretraining.models.init import VOCABULARIES, on_meta
 from pretraining.monitor.account import Account
-from pretraining.monitor.facts import data_lines, describe, placed_line
-from pretraining.monitor.memory import check_memory
 from pretraining.monitor.metrics import FILE_NAME as METRICS_FILE
 from pretraining.monitor.metrics import Metrics, check_metrics, missing_history, open_metrics
-from pretraining.optim.precision import describe_dtypes
-from pretraining.optim.schedule import learning_rate, milestone_steps
-from pretraining.parallel.engine import Engine, Trainee
-from pretraining.parallel.mesh import notes
-from pretraining.parallel.recompute import model_mask
-from pretraining.parallel.state_bytes import state_bytes, unsharded_state_bytes
-from pretraining.storage import is_remote
+from pretraining.parallel.engine import Engine
 
 CONFIG_FILE = "config.json"
-# Settings that do nothing while the first is 0, False or empty
-SWITCHES = {
-    "val_interval": ("valid_data_path", "valid_datasets", "valid_weights", "val_steps"),
-    "test_steps": ("test_data_path",),
-}
-VISIBLE_WITHIN = 10.0  # seconds in which a new file is visible on every host
 
 
 def check_inputs(config: TrainConfig, own: Mapping[str, Rows] = NO_ROWS) -> tuple[Facts | None, dict[str, str]]:
@@ -108,91 +85,6 @@ def stream_after(
             f"{stream.steps} steps instead of {config.num_steps - step}; run the same command again"
         )
     return stream
-
-
-def check_hosts(config: TrainConfig, engine: Engine) -> None:
-    """Raise UserError if this host's memory is too small for the run, or if hosts do not share its folder."""
-    if engine.process_count > 1 and config.checkpoint_interval:
-        folder = checkpoint_folder(config, config.run_folder)
-        if not is_remote(folder):  # object storage is shared, and the run's folder is process 0's alone
-            check_shared_folder(Path(str(folder)), engine.process_index, engine.process_count)
-    check_memory(
-        config,
-        unsharded=unsharded_state_bytes(config),
-        per_device=state_bytes(config, engine.layout),
-        host_devices=engine.host_devices,
-        host_processes=engine.host_processes,
-    )
-
-
-def check_shared_folder(folder: Path, process: int, processes: int) -> None:
-    """Raise UserError in every process if one of them does not see a file that process 0 writes to `folder`.
-
-    Waits some seconds for the file, because network file systems cache the contents of folders.
-    """
-    token = [uuid.uuid4().hex]
-    dist.broadcast_object_list(token, src=0)
-    path, error = folder / f".visible_{token[0]}", ""
-    if process == 0:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            path.touch()
-        except OSError as failure:
-            error = str(failure.strerror)
-    dist.barrier()
-    deadline = time.monotonic() + VISIBLE_WITHIN
-    while not (is_visible := path.exists()) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    answers: list[Any] = [None] * processes
-    dist.all_gather_object(answers, (socket.gethostname(), is_visible, error))
-    path.unlink(missing_ok=True)
-    if answers[0][2]:
-        raise UserError(f"{folder}: cannot be written ({answers[0][2]}); give another --ckpt_save_path or --log_dir")
-    if blind := sorted({host for host, is_visible, _ in answers if not is_visible}):
-        remedy = "give a --log_dir or --ckpt_save_path that all hosts share, or --checkpoint_interval=0 to save nothing"
-        raise UserError(f"{folder} on {answers[0][0]} is not visible on {', '.join(blind)}; {remedy}")
-
-
-def describe_run(config: TrainConfig, engine: Engine, extensions: Sequence[Extension] = ()) -> str:
-    """Return the facts that follow from the configuration and the engine's devices, as lines of text."""
-    facts = describe(
-        config,
-        mesh=engine.mesh._asdict(),
-        per_device=state_bytes(config, engine.layout),
-        device_name=engine.device_name,
-        recompute=model_mask(config),
-        dtypes=describe_dtypes(config),
-        attention=engine.attention,
-        rates={step: learning_rate(config, step) for step in milestone_steps(config)},
-    )
-    lines = notes(config, model_shape(config), engine.mesh, engine.name, engine.linked)
-    return "\n".join([facts, *lines, *settings_without_effect(config, extensions)])
-
-
-def settings_without_effect(config: TrainConfig, extensions: Sequence[Extension] = ()) -> list[str]:
-    """Return a line for each setting that has a value of its own and does nothing."""
-    switches = [item for table in (SWITCHES, *(each.switches for each in extensions)) for item in table.items()]
-    reasons = {name: f"without {switch}" for switch, names in switches if not getattr(config, switch) for name in names}
-    if config.use_dummy_dataset:
-        reasons |= dict.fromkeys(("data_path", "num_epochs"), "with use_dummy_dataset")
-    changed = (name for name in reasons if getattr(config, name) != settings_of(type(config))[name].default)
-    return [f"{name}: no effect {reasons[name]}" for name in changed]
-
-
-def print_run(
-    config: TrainConfig, engine: Engine, streams: Mapping[str, Stream], extensions: Sequence[Extension] = ()
-) -> None:
-    """Print what follows from the configuration, the devices and the data, in process 0."""
-    if engine.process_index == 0:
-        data = data_lines(streams["train"].facts())
-        print(config.printed(f"{describe_run(config, engine, extensions)}\n{data}"), flush=True)
-
-
-def print_placement(config: TrainConfig, engine: Engine, trainee: Trainee) -> None:
-    """Print the bytes that were measured on one device, and their share of one copy, in process 0."""
-    measured = trainee.bytes_per_device()
-    if engine.process_index == 0:
-        print(config.printed(placed_line(measured, unsharded_state_bytes(config))), flush=True)
 
 
 def open_run_folder(config: TrainConfig, resumed: Facts | None, account: Account) -> Metrics:

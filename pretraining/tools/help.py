@@ -1,4 +1,4 @@
-"""The documentation of every field, read from the source of its dataclass, and the page of `--help`."""
+"""The documentation of every field, read from the source of its dataclass; the page of `--help`; similar flags."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import inspect
 import re
 import sys
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import SequenceMatcher, get_close_matches
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -125,10 +127,36 @@ class DocumentedConfig(TrainConfig):
         return help_text(word, cls)
 
     @classmethod
-    def named_elsewhere(cls, name: str) -> list[str]:
+    def meant_by(cls, word: str) -> list[str]:
         """See TrainConfig: the documentation of a field may end with "Elsewhere:" and such names."""
         fields = [field for group in documented_fields(cls).values() for field in group]
-        return [field.name for field in fields if name in re.findall(r"\w+", field.text.partition(" Elsewhere: ")[2])]
+        elsewhere = [
+            field.name for field in fields if word in re.findall(r"\w+", field.text.partition(" Elsewhere: ")[2])
+        ]
+        return elsewhere or nearest_settings(word, settings_of(cls))
+
+
+def nearest_settings(word: str, settings: Mapping[str, Setting]) -> list[str]:
+    """Return the settings of these initials or words, or the most similar ones."""
+    name = word.replace("-", "_").lower()
+    near = [field for field in settings if name == "".join(part[0] for part in field.split("_"))]
+    near = [field for field in near if settings[field].is_common] or near
+    if not near and "_" in name:
+        near = [field for field in settings if _has_words(field, name)]
+    if not near or name in near:
+        close = get_close_matches(name, settings, n=3, cutoff=0.75)
+        near = [field for field in close if _likeness(name, field) > _likeness(name, close[0]) - 0.05]
+    return near
+
+
+def _has_words(field: str, name: str) -> bool:
+    """Return whether the words of `name` are words of `field`, in their order."""
+    words = iter(field.split("_"))
+    return all(word in words for word in name.split("_"))
+
+
+def _likeness(one: str, other: str) -> float:
+    return SequenceMatcher(None, one, other).ratio()
 
 
 EXTENSION = Extension(configuration=DocumentedConfig)

@@ -23,12 +23,14 @@ from pretraining.config.script import exit_with
 from pretraining.config.training import TrainConfig
 from pretraining.data.corpus import BlockCache, Corpus, DocumentOrder
 from pretraining.data.datasets import SPLITS, Dataset, open_datasets
-from pretraining.data.files import OpenFiles, file_hash, write_atomically
+from pretraining.data.files import OpenFiles, file_hash
 from pretraining.data.index import ShardIndex, hash_record, index_folder, user_files
 from pretraining.data.layouts import read_dataset_json
 from pretraining.data.stores.labels import IGNORED
 from pretraining.data.stores.shard import chunks
 from pretraining.data.stream import open_stream
+from pretraining.extensions.checksums import BlockSums
+from pretraining.extensions.files import write_atomically
 from pretraining.storage import size_of, store_of
 from pretraining.tools.arguments import ArgumentParser
 
@@ -131,18 +133,18 @@ def verify(shards: Iterable[ShardIndex], listed: dict[str, str], folder: Path) -
     return len(files) - recorded, recorded
 
 
-def whole_corpus(shards: list[ShardIndex], listed: Mapping[str, Any]) -> Corpus:
-    """Return all documents of a dataset in the order in which they are stored. listed: see Corpus."""
+def whole_corpus(shards: list[ShardIndex], description: Mapping[str, Any]) -> Corpus:
+    """Return all documents of a dataset in the order in which they are stored. description: contents of meta.json."""
     order = DocumentOrder((0,), shuffled=False, separator=None, bos=None, boundaries=False)
     documents = range(sum(shard.documents for shard in shards))
     ahead = store_of(shards[0].path).read_ahead(None) if shards else None
-    return Corpus(shards, documents, order, OpenFiles(), BlockCache(), ahead, listed)
+    return Corpus(shards, documents, order, OpenFiles(), BlockCache(), ahead, BlockSums(description))
 
 
 def verify_dataset(dataset: Dataset, config: TrainConfig) -> tuple[int, int]:
     """Compare the shards, and their blocks as the loader reads them, with their checksums. See verify."""
     result = verify(dataset.shards, dataset.description.get("shards", {}), index_folder(config.index_dir))
-    whole_corpus(dataset.shards, dataset.blocks).verify_all()
+    whole_corpus(dataset.shards, dataset.description).verify_all()
     return result
 
 

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pretraining.config.errors import UserError
 from pretraining.config.script import FINISHED, STOPPED_ITSELF, TIME_IS_UP, TRY_AGAIN, exit_with
 from pretraining.extensions.packages import extra_packages
+from pretraining.extensions.units import amount, size
 from pretraining.monitor.account import ACTIVITIES, goodput, totals
-from pretraining.monitor.figures import amount, duration, percent, size
+from pretraining.monitor.figures import duration, percent
 from pretraining.monitor.metrics import FILE_NAME, read_metrics
 from pretraining.tools.arguments import ArgumentParser, ends_on_mistakes
 

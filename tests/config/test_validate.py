@@ -110,11 +110,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
     ({"datasets": "a,b", "weights": "1"}, ["--weights=1", "datasets=a,b", "has 2"]),
     ({"weights": "1,2"}, ["--weights=1,2", "datasets is not set"]),
     ({"weights": "1,-2", "datasets": "a,b"}, ["--weights=1,-2", "above 0"]),
-    ({"val_interval": 10}, ["--val_interval=10", "--val_steps"]),
-    (
-        {"use_dummy_dataset": False, "data_path": "x", "val_interval": 9, "val_steps": 1},
-        ["--val_interval=9", "--split"],
-    ),
     ({"sep_token": 5, "eos_token": 6}, ["--eos_token=6", "another name of sep_token=5"]),
     ({"selective_checkpointing": "0"}, ["--selective_checkpointing=0", "every k-th block", "1/3"]),
     (

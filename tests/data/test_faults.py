@@ -24,6 +24,7 @@ from tests.data import corpora
 from tests.data.corpora import corpus, numbered, rows, settings
 from tests.faults.damage import flip_bit_at
 from tests.faults.unread import OTHERS, UnreadShard, flip_bit, swap_words
+from tests.selection import needs
 
 DOCUMENTS = numbered([60] * 100)
 
@@ -224,11 +225,12 @@ def flip(path: Path, at: int, stamp: os.stat_result) -> None:
     os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
 
 
+@needs("verification")
 @pytest.mark.parametrize("store", ["arrow", "stream", "megatron", "parquet"])
 def test_a_block_that_changed_since_an_earlier_run_is_found_when_it_is_read(tmp_path: Path, store: str) -> None:
     (tmp_path / "data").mkdir()
     path = WRITERS[store](tmp_path / "data" / "s", numbered([600] * 400))
-    config = settings(tmp_path / "data", seq_length=600)
+    config: Any = settings(tmp_path / "data", seq_length=600)
     expected = rows(open_stream(config), 400)
     if store == "parquet":  # read from its decoded copy
         (read,) = (tmp_path / "data.index").glob("*.tokens")
@@ -252,7 +254,7 @@ def test_always_verifies_blocks_that_were_read_before(tmp_path: Path, monkeypatc
     """A block that left the cache and is read again, in the same run."""
     monkeypatch.setattr("pretraining.data.corpus._CACHE_BYTES", 0)
     folder = corpus(tmp_path / "data", numbered([600] * 400))
-    config = settings(tmp_path / "data", seq_length=600)
+    config: Any = settings(tmp_path / "data", seq_length=600)
     rows(open_stream(config), 400)
     for refused in (False, True):
         stream = open_stream(replace(config, verify_data="always" if refused else "first_read"))
@@ -292,6 +294,7 @@ def test_a_flip_in_the_offsets_of_a_list_column_names_the_shard(tmp_path: Path, 
                 assert str(path) in str(error)
 
 
+@needs("verification")
 @pytest.mark.parametrize("kind", ["prepared", *OTHERS])
 def test_damage_to_a_shard_that_no_run_has_read_is_never_silent(kind: str, tmp_path: Path) -> None:
     """prepare.py lists the checksums of its shards, inspect_data --verify records those of others."""
@@ -300,6 +303,7 @@ def test_damage_to_a_shard_that_no_run_has_read_is_never_silent(kind: str, tmp_p
     assert not results["silent"] and results["refused"] > 14
 
 
+@needs("verification")
 @pytest.mark.parametrize("kind", OTHERS)
 def test_words_exchanged_after_the_first_read_are_found(kind: str, tmp_path: Path) -> None:
     shard = UnreadShard(tmp_path, kind, is_read=True)

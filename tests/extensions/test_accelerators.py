@@ -20,7 +20,7 @@ from pretraining.extensions.accelerators.flat import chunk_cat
 from pretraining.extensions.accelerators.table import linked_chips
 from pretraining.extensions.accelerators.tpu_compile import return_arguments
 from pretraining.parallel import accelerator
-from pretraining.parallel.mesh import Mesh, notes, resolve_mesh
+from pretraining.parallel.mesh import Mesh, resolve_mesh
 from pretraining.parallel.processes import Processes
 from pretraining.parallel.select import choose_engine
 from pretraining.parallel.torch.engine import TorchEngine
@@ -63,6 +63,8 @@ def test_attention_is_chunked_where_the_device_has_no_kernel(
 
 
 def test_through_torchtpu_a_group_is_the_slice_and_elsewhere_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pretraining.extensions.overview.lines import notes
+
     processes = Processes(world_size=32, local_world_size=4)
     assert linked_chips(processes) == (4, "a host has 4 processes")
     monkeypatch.setenv("TORCH_TPU_TOPOLOGY", "4,4,1")

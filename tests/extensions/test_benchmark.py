@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from main_training import CONFIGURATION, train
-from pretraining.config.devices import kind_of
 from pretraining.config.variants import VARIANTS, model_shape
 from pretraining.extensions.benchmark.watch import summary
-from pretraining.monitor.flops import Meter, flops_per_token
+from pretraining.extensions.devices import kind_of
+from pretraining.extensions.flops import Meter, flops_per_token
 from tests.end_to_end.small import MODEL
+from tests.selection import needs
 
 DUMMY: dict[str, Any] = {"use_dummy_dataset": True, "model_variant": "tiny", "seq_length": 16, "engine": "torch"}
 SMALL: dict[str, Any] = {**MODEL, "seq_length": 16, "use_dummy_dataset": True, "engine": "torch", "device": "cpu"}
@@ -42,6 +43,7 @@ def test_the_summary_says_n_a_for_what_nobody_knows_and_invents_nothing() -> Non
     assert "n/a (no step after the first)" in single and "tokens/s" not in single
 
 
+@needs("mfu")
 def test_a_peak_that_is_given_makes_an_mfu_and_is_named(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     result = train({**SMALL, "num_steps": 21, "peak_tflops": 0.5, "log_dir": str(tmp_path)})
     printed = capsys.readouterr().out

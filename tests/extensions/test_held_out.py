@@ -1,17 +1,39 @@
-"""The line of a validation or a test."""
+"""The settings of a validation, and the line of a validation or a test."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pretraining.data import open_stream
 from pretraining.extensions.held_out.figures import evaluation_line
 from pretraining.extensions.held_out.watch import unread_datasets
+from tests.config.test_validate import found
 from tests.data.corpora import corpus, numbered, settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"val_interval": 10}, ["--val_interval=10", "--val_steps"]),
+        (
+            {"use_dummy_dataset": False, "data_path": "x", "val_interval": 9, "val_steps": 1},
+            ["--val_interval=9", "--split"],
+        ),
+        (
+            {"use_dummy_dataset": False, "data_path": "x", "test_steps": 1, "split": "9,1"},
+            ["--test_steps=1", "--test_data_path", "third share"],
+        ),
+    ],
+)
+def test_held_out_data_and_their_length_are_asked_for(settings: dict[str, Any], words: list[str]) -> None:
+    (problem,) = found(**settings)
+    assert [word for word in words if word not in problem] == []
 
 
 @given(st.integers(1, 10**7), st.data())

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.monitor.test_facts import facts
+from tests.facts import facts
 
 
 @pytest.mark.parametrize(

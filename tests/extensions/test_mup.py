@@ -16,7 +16,7 @@ from pretraining.data import open_stream
 from pretraining.models.init import build_model
 from pretraining.optim.optimizer import build_optimizer
 from pretraining.parallel.torch.engine import TorchEngine
-from tests.monitor.test_facts import facts
+from tests.facts import facts
 from tests.selection import needs
 
 OPTIMIZERS = ["adamw", pytest.param("muon", marks=needs("optimizers"))]

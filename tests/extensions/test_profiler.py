@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from main_training import CONFIGURATION, EXTENSIONS
-from pretraining.run.start import settings_without_effect
 
 
 def test_steps_that_no_profiler_traces_are_named() -> None:
+    from pretraining.extensions.overview.lines import settings_without_effect
+
     notes = settings_without_effect(CONFIGURATION(profile_start_step=9), EXTENSIONS)
     assert notes == ["profile_start_step: no effect without use_profiler"]
     assert not settings_without_effect(CONFIGURATION(profile_start_step=9, use_profiler=True), EXTENSIONS)

@@ -100,6 +100,8 @@ def test_a_tokenizer_that_is_missing_or_damaged_is_refused_also_where_training_d
 
 
 def test_groups_of_one_dataset_have_the_sequences_of_the_batches_on_any_ranks(tmp_path: Path) -> None:
+    from pretraining.extensions.held_out.watch import batches_by_dataset
+
     for name, first, documents in (("a", 2, 50), ("b", 10_000, 30), ("c", 20_000, 1)):
         corpus(tmp_path / "data", numbered([15] * documents, first), name=name)
     config = settings(
@@ -108,7 +110,7 @@ def test_groups_of_one_dataset_have_the_sequences_of_the_batches_on_any_ranks(tm
     alone = open_stream(config, split="valid")
     steps = alone.steps or 0
     expected = [row.tolist() for step in range(steps) for row in kept(alone.batch(step))]
-    groups = alone.batches_by_dataset(steps)
+    groups = batches_by_dataset(alone, steps, 4)
     assert list(groups) == ["a", "b", "c"]
     got: list[list[int]] = []
     for name, first in (("a", 2), ("b", 10_000), ("c", 20_000)):

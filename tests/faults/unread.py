@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from main_training import CONFIGURATION
 from pretraining.config.errors import UserError
-from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
 from pretraining.data.datasets import open_datasets
 from pretraining.tools.inspect_data import verify_dataset
@@ -51,7 +51,7 @@ class UnreadShard:
             lengths = [chance.randrange(60) for _ in range(200)]
             OTHERS[kind](self.data / "s", [[chance.randrange(2, 320) for _ in range(length)] for length in lengths])
         usual: dict[str, Any] = {"seq_length": LENGTH, "global_batch_size": 1, "vocab_size": 320, "logical_shards": 8}
-        self.config = TrainConfig(data_path=str(self.data), index_dir=str(index), **usual)
+        self.config = CONFIGURATION(data_path=str(self.data), index_dir=str(index), **usual)
         if is_read:
             self.read()
         elif kind != "prepared":

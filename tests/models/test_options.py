@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
+from pretraining.extensions.flops import flops_per_token
 from pretraining.models.init import build_model, deviation, initial_weight
 from pretraining.models.llama import ACTIVATIONS, BatchInputs, LayerNorm, Llama, rope_frequencies
-from pretraining.monitor.flops import flops_per_token
 
 TINY: dict[str, Any] = {
     "model_variant": "custom",

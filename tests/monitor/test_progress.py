@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretraining.monitor.figures import amount, duration, flop, format_number, percent, size
+from pretraining.extensions.units import amount, flop, size
+from pretraining.monitor.figures import duration, format_number, percent
 from pretraining.monitor.progress import heartbeat, progress_line
 from tests.waiting import wait_until
 

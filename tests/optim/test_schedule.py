@@ -25,7 +25,7 @@ def config(num_steps: int, peak: float = 3e-4) -> TrainConfig:
 @pytest.mark.parametrize(("step", "rate"), [(1, 2.99925e-7), (1000, 2.25e-4), (2000, 2.983382e-4), (40_000, 3e-5)])
 def test_fms_fsdps_own_values_at_40000_steps_are_met(step: int, rate: float) -> None:
     # Evaluated by hand from fms-fsdp's formula: warm-up of 2000 steps, cosine branch from about there on.
-    assert fms_cosine(step - 1, Curve(3e-4, total=40_000)) == pytest.approx(rate, rel=1e-6)
+    assert fms_cosine(step - 1, Curve(3e-4, warmup=2000, total=40_000)) == pytest.approx(rate, rel=1e-6)
 
 
 @pytest.mark.parametrize("num_steps", range(1, 20))
@@ -51,13 +51,14 @@ def test_the_warm_up_rises_and_the_cosine_falls(total: int, data: st.DataObject)
     warmup = min(2000, total // 20)
     early = data.draw(st.integers(0, max(0, warmup // 2 - 1)))  # the cosine takes over shortly before the warm-up ends
     late = data.draw(st.integers(warmup, total - 1))
-    assert fms_cosine(early - 1, Curve(1.0, total=total)) < fms_cosine(early, Curve(1.0, total=total))
-    assert fms_cosine(late - 1, Curve(1.0, total=total)) >= fms_cosine(late, Curve(1.0, total=total))
+    curve = Curve(1.0, warmup=warmup, total=total)
+    assert fms_cosine(early - 1, curve) < fms_cosine(early, curve)
+    assert fms_cosine(late - 1, curve) >= fms_cosine(late, curve)
 
 
 def test_the_cosine_is_half_way_at_the_middle() -> None:
-    assert fms_cosine(4999, Curve(1.0, total=10_000)) == pytest.approx(0.55)
-    assert fms_cosine(2499, Curve(1.0, total=10_000)) == pytest.approx(0.1 + 0.45 * (1 + math.sqrt(0.5)))
+    assert fms_cosine(4999, Curve(1.0, warmup=500, total=10_000)) == pytest.approx(0.55)
+    assert fms_cosine(2499, Curve(1.0, warmup=500, total=10_000)) == pytest.approx(0.1 + 0.45 * (1 + math.sqrt(0.5)))
 
 
 # ---- The other schedules: values worked out by hand from each source's formula

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pretraining.config.devices import DEVICE_KINDS
+from pretraining.extensions.devices import DEVICE_KINDS
 from tests.parallel.launch import ALONE, ROOT, environment, launched, run
 from tests.ports import free_port
 from tests.processes import call

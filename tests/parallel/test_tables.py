@@ -16,13 +16,13 @@ from main_training import CONFIGURATION
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS, padded_vocabulary
+from pretraining.extensions.state_bytes import state_bytes, unsharded_state_bytes
 from pretraining.models.llama import Llama
 from pretraining.parallel.accelerator import ACCELERATORS, HOST, chooses_compile
 from pretraining.parallel.layout import STRATEGIES, TorchLayout, XlaLayout, xla_layout
 from pretraining.parallel.mesh import Mesh, chunks_by_rank, kv_repeats, resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import block_mask, scan_plan
 from pretraining.parallel.sharding import LLAMA_SHARDING, axes_of, spec_of
-from pretraining.parallel.state_bytes import state_bytes, unsharded_state_bytes
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,61 +11,9 @@ import pytest
 from main_training import CONFIGURATION
 from pretraining.checkpoint.manifest import Facts
 from pretraining.config.errors import UserError
-from pretraining.config.training import TrainConfig
-from pretraining.config.variants import VARIANTS
-from pretraining.monitor import memory
 from pretraining.monitor.account import Account
 from pretraining.monitor.metrics import Metrics
-from pretraining.parallel.processes import Processes
-from pretraining.parallel.torch import engine as torch_engine
-from pretraining.parallel.torch.engine import TorchEngine
 from pretraining.run import start as preflight
-from tests.processes import run_together
-
-GIB = 2**30
-
-
-def engine(processes: int, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tuple[TrainConfig, TorchEngine]:
-    """The torch engine of one process among so many on this host."""
-    monkeypatch.setattr(torch_engine, "read_processes", lambda: Processes(local_world_size=processes))
-    config = CONFIGURATION(device="cpu", model_variant="llama3_194m_4k", **fields)
-    opened = TorchEngine(config)
-    return opened.config, opened
-
-
-def test_every_process_of_the_host_counts_where_each_builds_the_model_or_keeps_its_state(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(memory, "available_memory", lambda: 4 * GIB)  # 1.5 GiB in each process
-    for processes, refused in ((1, ""), (8, r"in 8 processes.*--low_cpu_fsdp=True")):
-        config, opened = engine(processes, monkeypatch, low_cpu_fsdp=False, sharding_strategy="ddp")
-        opened.host_devices = 0  # accelerators: what counts is the model that each process builds first
-        with pytest.raises(UserError, match=refused) if refused else nullcontext():
-            preflight.check_hosts(config, opened)
-    config, opened = engine(8, monkeypatch, low_cpu_fsdp=True, sharding_strategy="ddp")
-    monkeypatch.setattr(memory, "available_memory", lambda: 16 * GIB)  # 6 GiB for each copy
-    with pytest.raises(UserError, match=r"state of 8 devices.*--sharding_strategy=fsdp"):
-        preflight.check_hosts(config, opened)
-
-
-def test_the_facts_show_the_memory_that_the_engine_s_layout_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, opened = engine(1, monkeypatch, sharding_strategy="zero2", batch_size=1)
-    opened.mesh = opened.mesh._replace(shard=8)
-    opened.layout = opened.layout._replace(mesh=opened.mesh)
-    (line,) = (line for line in preflight.describe_run(opened.config, opened).splitlines() if line.startswith("memory"))
-    whole = 4 * VARIANTS[config.model_variant].parameters
-    assert f"parameters {whole / 8 / 2**20:.2f} MiB" in line
-
-
-def test_settings_without_effect_are_named() -> None:
-    config = CONFIGURATION(val_steps=5, test_data_path="held", num_epochs=2, use_dummy_dataset=True)
-    assert preflight.settings_without_effect(config) == [
-        "val_steps: no effect without val_interval",
-        "test_data_path: no effect without test_steps",
-        "num_epochs: no effect with use_dummy_dataset",
-    ]
-    used = CONFIGURATION(val_steps=5, val_interval=9, num_epochs=2)
-    assert preflight.settings_without_effect(used) == []
 
 
 def test_an_error_of_the_file_system_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,28 +36,3 @@ def test_a_shorter_history_is_said_when_a_run_continues(tmp_path: Path, capsys: 
     metrics.close()
     preflight.open_run_folder(config, at_20, Account()).close()
     assert "note" not in capsys.readouterr().out
-
-
-SHARED = """
-import os, sys
-from pathlib import Path
-import torch.distributed as dist
-from pretraining.run import start as preflight
-from pretraining.config.errors import UserError
-
-preflight.VISIBLE_WITHIN = 0.5
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-preflight.check_shared_folder(Path(sys.argv[1]) / "shared", rank, 2)
-assert not list((Path(sys.argv[1]) / "shared").iterdir())
-try:
-    preflight.check_shared_folder(Path(sys.argv[1]) / str(rank), rank, 2)
-except UserError as error:
-    print(error)
-"""
-
-
-@pytest.mark.slow
-def test_hosts_that_do_not_share_a_folder_are_noticed_at_the_start(tmp_path: Path) -> None:
-    for _, output in run_together("-c", SHARED, tmp_path):
-        assert "is not visible on" in "\n".join(output)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.store import PendingSave
-from pretraining.monitor.memory import available_memory
+from pretraining.extensions.memory import available_memory
 
 
 class HostBuffer:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from pretraining.config.declaration import AtLeast, Resume
-from pretraining.config.devices import DeviceKind
 from pretraining.config.extension import Extension
 from pretraining.config.training import TrainConfig
+from pretraining.extensions.devices import DeviceKind
 
 if TYPE_CHECKING:
     from pretraining.extensions.benchmark.watch import Benchmark

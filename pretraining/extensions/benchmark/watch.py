@@ -9,8 +9,9 @@ from typing import Any
 from pretraining.config.errors import counted
 from pretraining.config.extension import Watcher
 from pretraining.config.variants import model_shape
-from pretraining.monitor.figures import flop, percent, size
-from pretraining.monitor.flops import Meter, flops_per_token
+from pretraining.extensions.flops import Meter, flops_per_token
+from pretraining.extensions.units import flop, size
+from pretraining.monitor.figures import percent
 from pretraining.run.reports import begins_rows
 from pretraining.run.training_run import TrainingRun
 

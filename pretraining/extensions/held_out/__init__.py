@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pretraining.config.declaration import AtLeast, Needs
 from pretraining.config.extension import Extension, Watcher
 from pretraining.config.training import TrainConfig
+from pretraining.extensions.held_out.checks import check_test_data, check_validation_data
 
 
 @dataclass(frozen=True)
@@ -30,4 +31,12 @@ def watch(run: Any) -> Watcher | None:
     return Validation(run) if run.config.held_out_splits() else None
 
 
-EXTENSION = Extension(configuration=HeldOutConfig, watch=watch)
+EXTENSION = Extension(
+    configuration=HeldOutConfig,
+    stored_data_checks=(check_validation_data, check_test_data),
+    switches={
+        "val_interval": ("valid_data_path", "valid_datasets", "valid_weights", "val_steps"),
+        "test_steps": ("test_data_path",),
+    },
+    watch=watch,
+)

@@ -62,8 +62,9 @@ class Validation(Watcher):
         """Report losses over the first `steps` batches (-1: all) of a held-out part; training is not affected."""
         run, stream, name = self._run, self._run.streams[part], "val" if part == "valid" else part
         began, batches = time.perf_counter(), batches_of(stream, steps)
+        assert run.config.global_batch_size
         with run.account.spending("validation"), run.heartbeat(f"running {batches} batches of {part} data"):
-            groups = stream.batches_by_dataset(batches)
+            groups = batches_by_dataset(stream, batches, run.config.global_batch_size)
             sums = {dataset: self._sums(stream, chosen) for dataset, chosen in groups.items()}
         run.watchdog.rest()
         figures = held_out_figures(name, sums)
@@ -98,13 +99,26 @@ def unread_datasets(stream: Stream, name: str, steps: int) -> str:
 
     name: "val" or "test".
     """
-    read = stream.batches_by_dataset(batches_of(stream, steps))
-    unread = [dataset for dataset in stream.state(0)["mixture"] if dataset not in read]
+    parts = stream.by_dataset(batches_of(stream, steps))
+    unread = [dataset for dataset in stream.state(0)["mixture"] if not len(parts.get(dataset, ()))]
     if not unread:
         return ""
     remedy = "give it more tokens or weight" if steps == -1 else f"raise --{name}_steps, or give it more weight"
-    sequences = counted(sum(len(group) for groups in read.values() for group in groups), "sequence")
+    sequences = counted(sum(map(len, parts.values())), "sequence")
     return f"note: {name}_loss leaves out {', '.join(unread)}, of which its {sequences} have none; {remedy}"
+
+
+def batches_by_dataset(stream: Stream, batches: int, rows: int) -> dict[str, list[Sequence[int]]]:
+    """Return the sequences of the first batches in groups of at most `rows`, those of a global batch, by dataset.
+
+    A group has sequences of one dataset, so that its loss is the dataset's; all groups together have the sequences
+    of the batches.
+    """
+    return {
+        name: [part[start : start + rows].tolist() for start in range(0, len(part), rows)]
+        for name, part in stream.by_dataset(batches).items()
+        if len(part)
+    }
 
 
 def has_test(records: Iterable[Mapping[str, Any]], step: int) -> bool:

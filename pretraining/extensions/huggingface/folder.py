@@ -13,7 +13,7 @@ import re
 import shlex
 from typing import Any
 
-from pretraining.checkpoint.files import UnreadableError, digest, parse_json, read_json, unreadable
+from pretraining.checkpoint.files import UnreadableError, digest, parse_json, unreadable
 from pretraining.checkpoint.manifest import (
     DTYPES,
     EMBEDDING,
@@ -27,6 +27,7 @@ from pretraining.checkpoint.manifest import (
 )
 from pretraining.config.errors import UserError
 from pretraining.config.variants import REQUIRED_OF_CUSTOM
+from pretraining.extensions.files import read_json
 from pretraining.extensions.huggingface.description import CONFIG, DIMENSIONS, ModelDescription, describes_model
 from pretraining.extensions.huggingface.gpt_neox import our_entries
 from pretraining.storage import Location, size_of

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.checkpoint.files import writing_to
-from pretraining.checkpoint.folder import find_checkpoints, keep_newest, step_of, sweep
+from pretraining.checkpoint.folder import find_checkpoints, keep_steps, step_of, sweep
 from pretraining.checkpoint.manifest import Checkpoint, Facts
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.store import LogicalTensors, PendingSave
@@ -69,7 +69,7 @@ class LocalTier:
 
     def retain(self) -> None:
         """Remove all but the newest checkpoint, which every host has committed."""
-        lead_hosts(self._peers, lambda: keep_newest(self.folder, 1))
+        lead_hosts(self._peers, lambda: keep_steps(self.folder, lambda steps: ()))
 
     def release(self) -> None:
         if self._lock is not None:

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pretraining.checkpoint.files import read_json
 from pretraining.checkpoint.manifest import Checkpoint, Facts, Manifest
 from pretraining.checkpoint.store import check_fit, is_weight
 from pretraining.config.errors import ConfigError, Problem, UserError
 from pretraining.config.grammar import comma_separated
+from pretraining.extensions.files import read_json
 from pretraining.extensions.huggingface.folder import safetensors_entries, shard_file
 from pretraining.extensions.lora.peft import PEFT_SETTINGS, peft_settings, peft_unsupported
 from pretraining.extensions.lora.settings import LoraConfig

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pretraining.data.files import write_atomically
 from pretraining.data.hashing import short_hash
+from pretraining.extensions.files import write_atomically
 from pretraining.extensions.object_storage.objects import ObjectFile
 from pretraining.extensions.object_storage.store import StoredFile
 

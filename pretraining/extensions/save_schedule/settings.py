@@ -13,7 +13,7 @@ from pretraining.config.grammar import parse_steps
 from pretraining.config.training import STEPS, TrainConfig
 from pretraining.config.validate import problem
 from pretraining.extensions.checks import without_effect
-from pretraining.monitor.figures import size
+from pretraining.extensions.units import size
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class SaveScheduleConfig(TrainConfig):
         ]
         if not (names and self.checkpoint_interval) or self.checkpoint_scale == "log":
             return super().facts
-        from pretraining.parallel.state_bytes import unsharded_state_bytes  # torch takes 3 s
+        from pretraining.extensions.state_bytes import unsharded_state_bytes  # torch takes 3 s
 
         count, state = math.ceil(self.num_steps / self.checkpoint_interval), unsharded_state_bytes(self)
         kept, each = min(count, self.keep_last_n_checkpoints or count), state["parameters"] + state["moments"]

@@ -12,8 +12,8 @@ from typing import Any
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
-from pretraining.monitor.figures import flop
-from pretraining.monitor.flops import flops_per_token
+from pretraining.extensions.flops import flops_per_token
+from pretraining.extensions.units import flop
 
 RED, GREEN, YELLOW, CYAN, DIM = "31", "32", "33", "36", "2"  # parameters of the escape sequence ESC [ n m
 NARROWEST = 40  # columns

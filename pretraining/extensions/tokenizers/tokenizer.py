@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pretraining.config.errors import UserError
-from pretraining.data.files import write_atomically
 from pretraining.data.origin import check_tokenizer
+from pretraining.extensions.files import write_atomically
 from pretraining.extensions.packages import extra_packages
 from pretraining.storage import location
 

@@ -11,8 +11,8 @@ import json
 import sys
 from typing import Any
 
-from pretraining.checkpoint.files import read_json
 from pretraining.config.errors import UserError
+from pretraining.extensions.files import read_json
 from pretraining.storage import Location, location
 from pretraining.tools.convert.tokenizer_json import BPE, UNIGRAM, parse_model, tokenizer_json
 

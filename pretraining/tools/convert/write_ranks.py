@@ -25,8 +25,8 @@ from pretraining.checkpoint.manifest import HEAD
 from pretraining.config.errors import ConfigError, Problem, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import missing_dimensions, model_shape, padded_vocabulary
+from pretraining.extensions.memory import available_memory
 from pretraining.extensions.packages import extra_packages
-from pretraining.monitor.memory import available_memory
 from pretraining.storage import DISK
 from pretraining.tools.convert.pickles import MODEL, TrainerFile
 from pretraining.tools.convert.ranks import Placement, TensorRule, find_rule, nemo, nxdt

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple, Self
 
 from main_training import EXTENSIONS, configure
-from pretraining.checkpoint.folder import find_checkpoints, keep_newest
+from pretraining.checkpoint.folder import find_checkpoints, keep_steps
 from pretraining.checkpoint.manifest import Facts, open_checkpoint
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.store import PendingSave, load
@@ -121,7 +121,7 @@ class Training:
     def _write(self, pending: PendingSave, folder: str, keep: int) -> None:
         pending.write()
         if keep:
-            self._peers.lead(lambda: keep_newest(location(folder), keep))
+            self._peers.lead(lambda: keep_steps(location(folder), lambda steps: steps[:keep]))
 
     def load(self, folder: str, step: int | None = None) -> Loaded | None:
         """Load model and optimizer from a step of `folder`, None: the newest. Returns None if there is no checkpoint.

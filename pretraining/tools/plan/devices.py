@@ -19,8 +19,8 @@ import math
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-from pretraining.config.devices import DEVICE_KINDS, DeviceKind
 from pretraining.config.errors import counted
+from pretraining.extensions.devices import DEVICE_KINDS, DeviceKind
 
 # Chips of a slice -> chips along each axis, as docs.cloud.google.com/tpu/docs/v4, v5e, v5p and v6e list them.
 SLICES_2D = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from pretraining.config.grammar import parse_modules
 from pretraining.config.variants import model_shape, padded_vocabulary
+from pretraining.extensions.state_bytes import StateTensor
 from pretraining.models.ops import LOSS_ROWS
 from pretraining.optim.precision import precision_of
 from pretraining.parallel.layout import TorchLayout
 from pretraining.parallel.mesh import Mesh, kv_repeats
 from pretraining.parallel.recompute import block_mask
-from pretraining.parallel.state_bytes import StateTensor
 from pretraining.tools.plan.devices import PLAN_KINDS
 from pretraining.tools.plan.engines import engine_of, layout_in
 from pretraining.tools.plan.settings import PlanConfig

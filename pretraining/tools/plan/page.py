@@ -8,7 +8,8 @@ from typing import Any
 from pretraining.config.declaration import settings_of
 from pretraining.config.errors import counted
 from pretraining.config.variants import model_shape
-from pretraining.monitor.figures import amount, describe_micro_batches, duration, flop, percent, size
+from pretraining.extensions.units import amount, describe_micro_batches, flop, size
+from pretraining.monitor.figures import duration, percent
 from pretraining.parallel.recompute import model_mask
 from pretraining.parallel.sharding import axes_of
 from pretraining.tools.plan.compiled import CompiledStep

@@ -19,13 +19,13 @@ from pretraining.config.support import unsupported
 from pretraining.config.training import ShardingStrategy
 from pretraining.config.validate import problems
 from pretraining.config.variants import model_shape
+from pretraining.extensions.flops import flops_per_token
+from pretraining.extensions.state_bytes import StateTensor, state_tensors
 from pretraining.models.checks import CHECKS as MODEL_CHECKS
-from pretraining.monitor.flops import flops_per_token
 from pretraining.parallel.checks import CHECKS as PARALLEL_CHECKS
 from pretraining.parallel.layout import uneven_shards
 from pretraining.parallel.mesh import Mesh, resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import model_mask
-from pretraining.parallel.state_bytes import StateTensor, state_tensors
 from pretraining.tools.plan.devices import PLAN_KINDS, Island, PlanKind, island_of
 from pretraining.tools.plan.engines import engine_of, layout_in
 from pretraining.tools.plan.memory import DeviceMemory, device_memory, tensor_bytes, weights_of

@@ -11,11 +11,11 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from pretraining.config.variants import model_shape
+from pretraining.extensions.state_bytes import StateTensor
 from pretraining.optim.precision import precision_of
 from pretraining.parallel.layout import KEYS_AND_VALUES, TorchLayout, XlaLayout
 from pretraining.parallel.mesh import Mesh
 from pretraining.parallel.recompute import block_mask
-from pretraining.parallel.state_bytes import StateTensor
 from pretraining.tools.plan.engines import engine_of, layout_in
 from pretraining.tools.plan.memory import stream_bytes
 from pretraining.tools.plan.settings import PlanConfig

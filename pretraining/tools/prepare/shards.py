@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from pretraining.data.checksums import byte_sum
 from pretraining.data.corpus import documents_per_block
 from pretraining.data.files import file_hash
 from pretraining.data.index import GROUP
 from pretraining.data.stores.find import shard_formats
 from pretraining.data.stores.labels import LABELS, POSITIONS
 from pretraining.data.stores.shard import Readable, in_memory
+from pretraining.extensions.checksums import byte_sum
 from pretraining.storage import opened
 from pretraining.tools.prepare.instructions import PackedRow
 

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 import main_training
 from main_training import CONFIGURATION, configure
 from pretraining.config.errors import ConfigError
-from pretraining.monitor.figures import duration, flop
+from pretraining.extensions.units import flop
+from pretraining.monitor.figures import duration
 from pretraining.tools.plan.compiled import CompiledProgram, CompiledStep
 from pretraining.tools.plan.devices import PLAN_KINDS
 from pretraining.tools.plan.engines import engine_of

@@ -25,10 +25,10 @@ from torch.distributed.tensor import DTensor
 
 from main_training import CONFIGURATION
 from pretraining.data import open_stream
+from pretraining.extensions.state_bytes import state_bytes
 from pretraining.models.init import build_model
 from pretraining.models.llama import Llama
 from pretraining.parallel.select import engine_class
-from pretraining.parallel.state_bytes import state_bytes
 from pretraining.tools.plan.traffic import ring
 from tests.parallel.toy import TOY
 

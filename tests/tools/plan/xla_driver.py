@@ -16,9 +16,9 @@ from typing import Any
 
 from main_training import CONFIGURATION
 from pretraining.data import open_stream
+from pretraining.extensions.state_bytes import state_bytes
 from pretraining.models.init import build_model
 from pretraining.parallel.select import engine_class
-from pretraining.parallel.state_bytes import state_bytes
 from tests.parallel.toy import TOY
 
 

@@ -418,7 +418,7 @@ def test_truncation_and_padding_of_a_tokenizer_json_are_switched_off(tmp_path: P
 
 def test_documents_end_with_a_special_token_also_where_a_likelier_name_is_text(tmp_path: Path) -> None:
     """Gemma's <eos> is special; its </s> is the end of a tag of HTML."""
-    model = save_tokenizer_json(tmp_path / "special.json", ["<eos>"])
+    model = write_byte_level(tmp_path / "special.json", texts(200), 500, ["<eos>"])
     model.add_tokens(["</s>"])
     model.save(str(tmp_path / "both.json"))
     tokenizer = open_tokenizer(str(tmp_path / "both.json"))
@@ -427,7 +427,7 @@ def test_documents_end_with_a_special_token_also_where_a_likelier_name_is_text(t
 
 def test_ids_of_a_tokenizer_json_may_have_gaps(tmp_path: Path) -> None:
     """As after tokens were removed from it: its vocabulary ends with its largest id."""
-    save_tokenizer_json(tmp_path / "plain.json", ["</s>"])
+    write_byte_level(tmp_path / "plain.json", texts(200), 500, ["</s>"])
     content = json.loads((tmp_path / "plain.json").read_text())
     vocabulary = content["model"]["vocab"]
     (id,) = open_tokenizer(str(tmp_path / "plain.json")).encode(["a"])[0]
@@ -572,7 +572,9 @@ def test_parts_prepared_by_jobs_of_their_own_are_merged_by_the_last_and_equal_on
         assert texts_of_both[0] == texts_of_both[1], name
     config = configure({"data_path": str(many), "index_dir": str(tmp_path / "index")})
     for dataset in open_datasets(config, "train"):
-        assert whole_corpus(dataset.shards, dataset.blocks).verify_all() == 0  # the loader's own sums of its blocks
+        assert (
+            whole_corpus(dataset.shards, dataset.description).verify_all() == 0
+        )  # the loader's own sums of its blocks
         assert verify_dataset(dataset, config)[1] == 0
     assert prepare.main([*command, f"--output={many}", "--part=1/2", "--text_key=body"]) == 2
     assert "prepared from something else (settings changed" in capsys.readouterr().err

@@ -6,29 +6,20 @@ from typing import Any
 
 import pytest
 
-from main_training import CONFIGURATION
+from main_training import CONFIGURATION, EXTENSIONS
+from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS
-from pretraining.monitor.facts import describe, placed_line
-from pretraining.optim.precision import describe_dtypes
-from pretraining.optim.schedule import learning_rate, milestone_steps
-
-SIZE = VARIANTS["llama2_7b"].parameters
-
-
-def facts(device_name: str = "NVIDIA A100-SXM4-80GB", **fields: Any) -> dict[str, str]:
-    batch = {"batch_size": 2, "global_batch_size": 64, "gradient_accumulation_steps": 4}
-    config = CONFIGURATION(**{"model_variant": "llama2_7b", "num_steps": 15_000, **batch, **fields})
-    text = describe(
-        config,
-        mesh={"replica": 2, "shard": 4, "context": 1, "tensor": 1},
-        per_device={"parameters": SIZE, "gradients": SIZE, "moments": 2 * SIZE},
-        device_name=device_name,
-        recompute=[False, True, False, False],
-        dtypes=describe_dtypes(config),
-        attention="chunked, --attention_impl",
-        rates={step: learning_rate(config, step) for step in milestone_steps(config)},
-    )
-    return {line[:14].strip(): line[15:] for line in text.splitlines()}
+from pretraining.extensions.overview.lines import (
+    describe_run,
+    placed_line,
+    settings_without_effect,
+)
+from pretraining.optim.schedule import learning_rate
+from pretraining.parallel.processes import Processes
+from pretraining.parallel.torch import engine as torch_engine
+from pretraining.parallel.torch.engine import TorchEngine
+from tests.facts import SIZE, facts
+from tests.selection import needs
 
 
 def test_every_fact_is_one_line_with_its_figures() -> None:
@@ -41,7 +32,6 @@ def test_every_fact_is_one_line_with_its_figures() -> None:
     assert "3.93 B tokens in 15,000 steps" in said["batch"]
     assert said["attention"] == "chunked, --attention_impl"
     assert said["recomputed"] == "1 of 4 blocks: F T F F"
-    assert said["MFU against"] == "312.00 TFLOP/s dense bf16, A100"
 
 
 def test_memory_is_that_of_one_device() -> None:
@@ -56,6 +46,11 @@ def test_every_dtype_of_the_precision_is_said() -> None:
     assert facts(precision="bf16_sr")["precision"].startswith(rounded)
     assert "linear layers of the blocks fp8 (e4m3, gradients e5m2)" in facts(precision="fp8")["precision"]
     assert facts(precision="fp16")["precision"].startswith("fp16: activations fp16, products fp16, parameters fp32")
+
+
+@needs("mfu")
+def test_the_peak_is_named_with_its_device() -> None:
+    assert facts()["MFU against"] == "312.00 TFLOP/s dense bf16, A100"
 
 
 def test_an_unknown_device_is_never_guessed() -> None:
@@ -74,3 +69,32 @@ def test_the_placed_line_shows_the_share_of_a_copy_that_one_device_holds() -> No
     line = placed_line({"parameters": SIZE, "moments": SIZE * 8}, {"parameters": 4 * SIZE, "moments": 8 * SIZE})
     assert "(25.0% of a copy), moments" in line
     assert line.endswith("(100.0% of a copy)")
+
+
+def engine(processes: int, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tuple[TrainConfig, TorchEngine]:
+    """The torch engine of one process among so many on this host."""
+    monkeypatch.setattr(torch_engine, "read_processes", lambda: Processes(local_world_size=processes))
+    config = CONFIGURATION(device="cpu", model_variant="llama3_194m_4k", **fields)
+    opened = TorchEngine(config)
+    return opened.config, opened
+
+
+def test_the_facts_show_the_memory_that_the_engine_s_layout_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, opened = engine(1, monkeypatch, sharding_strategy="zero2", batch_size=1)
+    opened.mesh = opened.mesh._replace(shard=8)
+    opened.layout = opened.layout._replace(mesh=opened.mesh)
+    lines = describe_run(opened.config, opened, EXTENSIONS).splitlines()
+    (line,) = (line for line in lines if line.startswith("memory"))
+    whole = 4 * VARIANTS[config.model_variant].parameters
+    assert f"parameters {whole / 8 / 2**20:.2f} MiB" in line
+
+
+def test_settings_without_effect_are_named() -> None:
+    config = CONFIGURATION(val_steps=5, test_data_path="held", num_epochs=2, use_dummy_dataset=True)
+    assert settings_without_effect(config, EXTENSIONS) == [
+        "val_steps: no effect without val_interval",
+        "test_data_path: no effect without test_steps",
+        "num_epochs: no effect with use_dummy_dataset",
+    ]
+    used = CONFIGURATION(val_steps=5, val_interval=9, num_epochs=2)
+    assert settings_without_effect(used, EXTENSIONS) == []

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pretraining.config.devices import DeviceKind
 from pretraining.config.variants import ModelShape
+from pretraining.extensions.devices import DeviceKind
 
 
 class FlopsPerToken(NamedTuple):
@@ -50,11 +50,11 @@ class Meter:
             "step_time": step_time,
             "tokens_per_second": tokens,
             "tokens_per_second_per_device": tokens / self.devices,
-            "mfu": self._utilisation(tokens, self.flops.full),
-            "mfu_causal": self._utilisation(tokens, self.flops.causal),
+            "mfu": utilisation(tokens / self.devices, self.flops.full, self.kind),
+            "mfu_causal": utilisation(tokens / self.devices, self.flops.causal, self.kind),
         }
 
-    def _utilisation(self, tokens_per_second: float, flops_per_token: int) -> float | None:
-        if self.kind is None:
-            return None
-        return tokens_per_second * flops_per_token / (self.kind.peak_flops * self.devices)
+
+def utilisation(tokens_per_second: float, flops: int, kind: DeviceKind | None) -> float | None:
+    """Return the share of a device's peak that its tokens take, of so many FLOPs each; None if the peak is unknown."""
+    return None if kind is None else tokens_per_second * flops / kind.peak_flops

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from pretraining.config.devices import DEVICE_KINDS, DeviceKind, kind_of
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS, model_shape
+from pretraining.extensions.devices import DEVICE_KINDS, DeviceKind, kind_of
+from pretraining.extensions.flops import Meter, flops_per_token
 from pretraining.models.llama import Llama
-from pretraining.monitor.flops import Meter, flops_per_token
 
 
 @pytest.mark.parametrize("variant", ["tiny", "llama2_7b", "llama3_8b", "llama3_70b"])

@@ -1,4 +1,4 @@
-"""Memory that this host can still give, and a check that the model's state fits, before any of it is allocated.
+"""Whether the model's state fits into the memory of this host, before any of it is allocated.
 
 Does not depend on an engine. Counts only what is certain (parameters, gradients, moments), so a refusal is never
 wrong; activations come on top.
@@ -6,16 +6,13 @@ wrong; activations come on top.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
-from pretraining.monitor.figures import amount, size
-
-CGROUP = Path("/sys/fs/cgroup")  # of this container, version 2
+from pretraining.extensions.memory import available_memory
+from pretraining.extensions.units import amount, size
 
 
 def check_memory(
@@ -57,26 +54,3 @@ def _remedy(state: int, build: int, unsharded: int, free: int) -> str:
     if state > unsharded and max(unsharded, build) <= free:
         return "set --sharding_strategy=fsdp, which keeps one copy"
     return "choose a smaller model, or run on more hosts or on accelerators"
-
-
-def available_memory(cgroup: Path = CGROUP) -> int:
-    """Return the bytes that this process may still allocate: the kernel's figure, or the control group's if less."""
-    limit = _text(cgroup / "memory.max")
-    if not limit.isdigit():  # "max", or no control group
-        return _kernel_available()
-    # The page cache counts as used but is given back under pressure.
-    cache = next(line.split()[1] for line in _text(cgroup / "memory.stat").splitlines() if line.startswith("file "))
-    used = int(_text(cgroup / "memory.current")) - int(cache)
-    return min(_kernel_available(), max(int(limit) - used, 0))
-
-
-def _kernel_available() -> int:
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # macOS reports only the total
-
-
-def _text(path: Path) -> str:
-    return path.read_text().strip() if path.exists() else ""

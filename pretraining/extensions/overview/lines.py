@@ -1,4 +1,4 @@
-"""The facts that follow from the configuration, printed before the first step. Does not depend on an engine."""
+"""The lines of the overview, as pure functions of what they describe."""
 
 from __future__ import annotations
 
@@ -6,12 +6,48 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pretraining.config.devices import DeviceKind
+import torch
+
+from pretraining.config.declaration import settings_of
 from pretraining.config.errors import counted
+from pretraining.config.extension import Extension
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import model_shape
-from pretraining.monitor.figures import amount, describe_micro_batches, flop, size
-from pretraining.monitor.flops import flops_per_token
+from pretraining.config.variants import ModelShape, model_shape
+from pretraining.extensions.devices import DeviceKind
+from pretraining.extensions.flops import flops_per_token
+from pretraining.extensions.state_bytes import state_bytes
+from pretraining.extensions.units import amount, describe_micro_batches, flop, size
+from pretraining.optim.precision import precision_of
+from pretraining.optim.schedule import learning_rate, milestone_steps
+from pretraining.parallel.engine import Engine
+from pretraining.parallel.mesh import Mesh, kv_repeats
+from pretraining.parallel.recompute import model_mask
+
+
+def describe_run(config: TrainConfig, engine: Engine, extensions: Sequence[Extension]) -> str:
+    """Return the facts that follow from the configuration and the engine's devices, as lines of text."""
+    facts = describe(
+        config,
+        mesh=engine.mesh._asdict(),
+        per_device=state_bytes(config, engine.layout),
+        device_name=engine.device_name,
+        recompute=model_mask(config),
+        dtypes=describe_dtypes(config),
+        attention=engine.attention,
+        rates={step: learning_rate(config, step) for step in milestone_steps(config)},
+    )
+    lines = notes(config, model_shape(config), engine.mesh, engine.name, engine.linked)
+    return "\n".join([facts, *lines, *settings_without_effect(config, extensions)])
+
+
+def settings_without_effect(config: TrainConfig, extensions: Sequence[Extension]) -> list[str]:
+    """Return a line for each setting that has a value of its own and does nothing."""
+    switches = [item for table in (each.switches for each in extensions) for item in table.items()]
+    reasons = {name: f"without {switch}" for switch, names in switches if not getattr(config, switch) for name in names}
+    if config.use_dummy_dataset:
+        reasons |= dict.fromkeys(("data_path", "num_epochs"), "with use_dummy_dataset")
+    changed = (name for name in reasons if getattr(config, name) != settings_of(type(config))[name].default)
+    return [f"{name}: no effect {reasons[name]}" for name in changed]
 
 
 def describe(
@@ -112,3 +148,45 @@ def placed_line(measured: Mapping[str, int], unsharded: Mapping[str, int]) -> st
     """Describe the bytes of one device as the engine measured them on live shards, with their share of one copy."""
     parts = (f"{name} {size(n)} ({n / max(unsharded[name], 1):.1%} of a copy)" for name, n in measured.items())
     return f"{'placed/device':<14} {', '.join(parts)}"
+
+
+def describe_dtypes(config: TrainConfig) -> str:
+    """Return the precision mode and the dtypes in one line."""
+    chosen = precision_of(config)
+    dtypes = {
+        "activations": chosen.activations,
+        "products": chosen.compute,
+        "parameters": chosen.parameters,
+        "gradients": chosen.gradients,
+        "optimizer state": chosen.optimizer_state,
+    }
+    listed = ", ".join(f"{name} {_short(dtype)}" for name, dtype in dtypes.items())
+    rounding = "; rounded stochastically" if chosen.stochastic_rounding else ""
+    mode = config.precision_mode
+    float8 = "; linear layers of the blocks fp8 (e4m3, gradients e5m2), all-gathers bf16" if mode == "fp8" else ""
+    return f"{mode}: {listed}{rounding}{float8}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+
+
+def notes(config: TrainConfig, shape: ModelShape, mesh: Mesh, engine: str, linked: str = "") -> list[str]:
+    """Return a line for each parallelism setting that has another effect than its name says.
+
+    linked: why devices have fast links between them.
+    """
+    lines = config.division.notes(engine)
+    if config.sharding_strategy == "hsdp" and not config.sharding_group_size and linked and mesh.size > 1:
+        lines.append(f"hsdp: {mesh.replica} groups of {mesh.shard}, because {linked}; see --sharding_group_size")
+    if config.sequence_parallel and mesh.tensor == 1:
+        lines.append("sequence_parallel: off, because tensor_parallel_size is 1")
+    if config.sharding_strategy in ("zero1", "zero2") and mesh.shard * mesh.context == 1:
+        lines.append(
+            f"sharding_strategy={config.sharding_strategy}: same as ddp, because there is one data-parallel rank"
+        )
+    elif config.sharding_strategy == "zero2" and engine == "xla" and config.gradient_accumulation_steps == 1:
+        lines.append("sharding_strategy=zero2: same as zero1, because there is no gradient accumulation")
+    if (repeats := kv_repeats(config, shape)) > 1:
+        lines.append(f"kv_replication: {repeats} copies of each of {shape.num_kv_heads} key/value heads are used")
+    return lines
