@@ -9,7 +9,7 @@ import numpy as np
 
 from pretraining.config.errors import UserError
 from pretraining.data.stores import MAGIC
-from pretraining.data.stores.arrow import is_list, label_columns, list_offsets
+from pretraining.data.stores.arrow import LARGE, is_list, label_columns, list_offsets
 from pretraining.data.stores.labels import LOSS_MASK
 from pretraining.storage import BUFFER, location
 
@@ -40,14 +40,14 @@ def check_arrow_masks(path: str, column: str) -> None:
     """Raise UserError for a mask of an Arrow shard, which can be read, that this training would not follow."""
     import pyarrow as pa
 
-    with location(path).open("rb", BUFFER) as source:
+    with location(path).open("rb", LARGE) as source:  # a schema is short
         is_file = source.read(len(MAGIC)) == MAGIC
         source.seek(0)
         schema = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(source).schema
         refuse_other_masks(schema, column, path)
-        if not has_mask(schema):
-            return
-        source.seek(0)
+    if not has_mask(schema):
+        return
+    with location(path).open("rb", BUFFER) as source:
         options = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(MASK)])
         if is_file:
             reader = pa.ipc.open_file(source, options=options)
