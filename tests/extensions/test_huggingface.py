@@ -366,6 +366,19 @@ def test_rotary_settings_of_both_transformers_generations_and_the_gate_are_under
         assert {name: back[name] for name in LLAMA3} == LLAMA3 and back["activation"] == activation
 
 
+def test_a_gpt_neox_that_rotates_an_odd_number_of_channels_is_refused_in_both_directions(tmp_path: Path) -> None:
+    """transformers rotates one more, this model one less."""
+    theirs = to_huggingface(open_checkpoint(saved(tmp_path / "even", **GPT_NEOX)), tmp_path / "hf")
+    config = json.loads((theirs / "config.json").read_text())
+    odd = 3.5 / (config["hidden_size"] // config["num_attention_heads"])
+    (theirs / "config.json").write_text(json.dumps({**config, "rotary_pct": odd}))
+    with pytest.raises(UserError, match="rotates 3 channels, which are no pairs"):
+        open_any_checkpoint(theirs)
+    ours = open_checkpoint(saved(tmp_path / "odd", **{**GPT_NEOX, "rotary_percentage": odd}))
+    with pytest.raises(UserError, match="gpt_neox has no rotary_percentage="):
+        to_huggingface(ours, tmp_path / "other")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -134,6 +134,13 @@ class ModelDescription:
         for key, value in {**DEFAULTS[family], **config}.items():
             if value is not None:
                 self._read(key, value, family)
+        if family == GPT_NEOX and not self.problems and (width := self._rotated_channels()) % 2:
+            self._refuse("rotary_pct", self.fields[_PARTIAL_FIELD], f"rotates {width} channels, which are no pairs")
+
+    def _rotated_channels(self) -> int:
+        """Return the channels of a head that GPT-NeoX rotates; 0 if the sizes are not there."""
+        hidden, heads = (self.fields.get(name) for name in ("hidden_size", "num_attention_heads"))
+        return int(hidden // heads * self.fields[_PARTIAL_FIELD]) if hidden and heads else 0
 
     def _read(self, key: str, value: Any, family: str) -> None:
         if key == "sliding_window" and family != "mistral":

@@ -49,6 +49,8 @@ def config_json(config: TrainConfig, dtype: str) -> dict[str, Any]:
     hidden_act = {field: key for key, field in activations.items()}.get(config.activation)
     if hidden_act is None:
         unsupported.append("activation")
+    if int(shape.head_dim * config.rotary_percentage) % 2:  # ours leaves the last channel as it is
+        unsupported.append("rotary_percentage")
     if unsupported:
         settings = ", ".join(f"{name}={values[name]}" for name in unsupported)
         raise UserError(f"Hugging Face's {family} has no {settings}: this model cannot be exported")
