@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from pretraining.checkpoint.manifest import Checkpoint, Facts, Manifest
@@ -121,7 +121,7 @@ class SavedAdapter:
         """Write those of the tensors `names` that are trained as the two files of PEFT's format."""
         tensors = {name: read(name) for name in names if self.config.is_trained(name)}
         renamed = {their_name(self.config, name): tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}
-        save_file(renamed, folder / MODEL, {"format": "pt"})
+        DISK.write_file(folder / MODEL, save(renamed, {"format": "pt"}))  # which syncs it, unlike save_file
         DISK.write_file(folder / CONFIG, json.dumps(adapter_config(self.config), indent=2).encode() + b"\n")
 
     def merged(self, name: str, weight: Tensor, read: Callable[[str], Tensor]) -> Tensor:
