@@ -184,18 +184,22 @@ def test_a_stale_index_is_built_again(tmp_path: Path) -> None:
     assert got[:60].tolist() == [*range(2, 52), 1, *range(52, 61)]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "garbage", "type", "zeroed"])
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "type", "older", "zeroed"])
 def test_a_damaged_index_is_built_again_or_named(tmp_path: Path, damage: str) -> None:
     path = corpora.write_flat(tmp_path / "s", DOCUMENTS)
     source = TokenShard(str(path), "arrow", "tokens", ())
     before = open_index(source, tmp_path / "index")
     sidecar = sidecar_path(source, tmp_path / "index")
+    written = sidecar.read_bytes()
     if damage == "truncated":
         truncate(sidecar, 0.8)
     elif damage == "garbage":
         sidecar.write_bytes(b"tokidx01" + b"\xff" * 500)
     elif damage == "type":
         sidecar.write_bytes(sidecar.read_bytes().replace(b'"<i8"', b'"<)8"'))
+    elif damage == "older":  # of a version that took shards which are refused now
+        at = before.lengths.offset
+        sidecar.write_bytes(b"tokidx02" + written[8:at] + bytes(len(written) - at))
     else:
         raw = bytearray(sidecar.read_bytes())
         raw[before.lengths.offset :] = bytes(len(raw) - before.lengths.offset)
@@ -205,6 +209,7 @@ def test_a_damaged_index_is_built_again_or_named(tmp_path: Path, damage: str) ->
             stream.batch(0)
         return
     assert open_index(source, tmp_path / "index") == before
+    assert sidecar.read_bytes() == written
 
 
 def test_flipped_bytes_are_found_by_verifying(tmp_path: Path) -> None:
