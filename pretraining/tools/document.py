@@ -1,4 +1,4 @@
-"""Write the generated tables of configs.md, docs/settings.md and docs/migrating.md.
+"""Write the generated tables of configs.md, docs/settings.md, docs/extensions.md and docs/migrating.md.
 
     python -m pretraining.tools.document --write
 
@@ -13,10 +13,12 @@ import re
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
+from importlib import import_module
+from inspect import get_annotations
 from pathlib import Path
 from typing import Any
 
-from main_training import CONFIGURATION
+from main_training import CONFIGURATION, NAMES
 from pretraining.config.declaration import Resume, settings_of
 from pretraining.config.optimizers import FLAGS
 from pretraining.config.script import exit_with
@@ -27,8 +29,9 @@ from pretraining.tools.importing.migration import migration_tables
 
 SETTINGS = settings_of(CONFIGURATION)
 ROOT = Path(__file__).parents[2]
-CONFIGS, REFERENCE, MIGRATING = ROOT / "configs.md", ROOT / "docs" / "settings.md", ROOT / "docs" / "migrating.md"
-PAGES = (CONFIGS, REFERENCE, MIGRATING)
+CONFIGS, DOCS = ROOT / "configs.md", ROOT / "docs"
+REFERENCE, EXTENSIONS, MIGRATING = DOCS / "settings.md", DOCS / "extensions.md", DOCS / "migrating.md"
+PAGES = (CONFIGS, REFERENCE, EXTENSIONS, MIGRATING)
 
 
 def tables_of(page: Path) -> dict[str, str]:
@@ -37,6 +40,8 @@ def tables_of(page: Path) -> dict[str, str]:
         return {"variants": variant_table()}
     if page == REFERENCE:
         return {"flags": flag_tables()}
+    if page == EXTENSIONS:
+        return {"extensions": extension_table()}
     return {"migration": migration_tables(cell, SETTINGS)}
 
 
@@ -76,6 +81,19 @@ def flag_tables() -> str:
     """Return one Markdown table for each group, and those of optimizers, schedules, engine support and resume."""
     flags = [_table(group, fields) for group, fields in documented_fields(CONFIGURATION).items()]
     return "\n\n".join([*flags, optimizer_table(), schedule_table(), support_table(), resume_table()])
+
+
+def extension_table() -> str:
+    """Return every folder of extensions/ with the first line of its documentation and its settings."""
+    rows = []
+    for folder in sorted((ROOT / "pretraining" / "extensions").iterdir()):
+        if f"extensions.{folder.name}" in NAMES:
+            module = import_module(f"pretraining.extensions.{folder.name}")
+            own = module.EXTENSION.configuration
+            settings = [f"`{setting}`" for setting in (get_annotations(own) if own else ()) if setting in SETTINGS]
+            link = f"[{folder.name}](../{folder.relative_to(ROOT)})"
+            rows.append(f"{link} | {cell((module.__doc__ or '').partition(chr(10))[0])} | {', '.join(settings)}")
+    return markdown_table("folder | what it adds | settings", rows)
 
 
 def support_table() -> str:
