@@ -66,6 +66,13 @@ def test_batches_that_change_are_those_of_the_script_and_so_are_the_tokens_of_th
     assert own == script
 
 
+def test_weights_that_only_the_script_would_load_are_refused(page: dict[str, Any]) -> None:
+    settings = {**page["settings"], "ckpt_load_path": str(page["folder"] / "checkpoints")}
+    message = r"--ckpt_load_path=.*: a loop of your own does not read it: call Training\.load"
+    with pytest.raises(UserError, match=message):
+        Training(settings)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_loop_runs_on_two_processes_and_its_checkpoint_continues_on_the_other_engine(

@@ -61,6 +61,10 @@ class Training:
         read_processes()  # raises UserError
         extensions = (*EXTENSIONS, model.extension()) if model else EXTENSIONS
         config = configure(settings, report=False, own_data=bool(data), extensions=extensions)
+        for name, path in config.load_paths.items():
+            if path:
+                remedy = "a loop of your own does not read it: call Training.load with a folder of checkpoints"
+                raise UserError(f"--{name}={path}: {remedy}")
         compare_processes(config, {}, extensions)
         self.engine = open_engine(config)
         self.config, self.streams = open_streams(self.engine, None, data or {})
