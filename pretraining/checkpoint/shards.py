@@ -30,6 +30,7 @@ from pretraining.checkpoint.manifest import (
     Manifest,
     ShardFile,
 )
+from pretraining.parallel.engine import OPTIONAL
 from pretraining.storage import Location, NewFile, OpenFile, store_of
 
 # Host copies waiting for the disk may take this much, or one chunk if that is more: the disk is busy with 64 MiB
@@ -78,7 +79,7 @@ def plan_files(items: Iterable[WriteItem], rank: int, dtype: torch.dtype | None)
 def plan_file(name: str, items: Iterable[WriteItem], dtype: torch.dtype | None) -> FilePlan:
     """Plan the safetensors file `name` with these chunks, one after the other.
 
-    Scalars keep their dtype: a step count of 257 is 256 in bfloat16.
+    Scalars, and the figures of engine.OPTIONAL, keep their dtype: a step count of 257 is 256 in bfloat16.
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     chunks, end = [], 0
@@ -86,11 +87,10 @@ def plan_file(name: str, items: Iterable[WriteItem], dtype: torch.dtype | None) 
         data = item.tensor_data
         assert data is not None, f"{item.index.fqn} is not a tensor"
         own, shape = data.properties.dtype, list(data.chunk.sizes)
-        stored = dtype if dtype is not None and own.is_floating_point and len(data.size) else own
-        size = math.prod(shape) * stored.itemsize
-        entries[chunk_name(item)] = {"dtype": DTYPE_NAMES[stored], "shape": shape, "data_offsets": [end, end + size]}
-        chunks.append((item, stored, end, size))
-        end += size
+        stored = dtype if dtype and own.is_floating_point and data.size and item.index.fqn not in OPTIONAL else own
+        begin, end = end, end + math.prod(shape) * stored.itemsize
+        entries[chunk_name(item)] = {"dtype": DTYPE_NAMES[stored], "shape": shape, "data_offsets": [begin, end]}
+        chunks.append((item, stored, begin, end - begin))
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text

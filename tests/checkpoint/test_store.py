@@ -23,6 +23,7 @@ from pretraining.checkpoint.manifest import Facts, open_checkpoint
 from pretraining.checkpoint.store import is_weight, load
 from pretraining.config.errors import UserError
 from pretraining.extensions.checkpoints import read_tensors
+from pretraining.parallel.engine import OPTIONAL
 from tests.checkpoint.saving import save
 from tests.faults.damage import flip_bit_at
 
@@ -152,11 +153,13 @@ def test_the_files_do_not_depend_on_the_number_of_threads(tmp_path: Path, worker
     assert {p.name: p.read_bytes() for p in path.iterdir()} == {p.name: p.read_bytes() for p in reference.iterdir()}
 
 
-def test_bfloat16_on_disk_halves_the_bytes_and_keeps_the_step_count(tmp_path: Path) -> None:
-    state = {"w": torch.randn(256, 64), "optimizer.step": torch.tensor(257.0)}
+def test_bfloat16_on_disk_halves_the_bytes_and_keeps_the_step_count_and_the_figures_of_steps(tmp_path: Path) -> None:
+    figures = {name: 2.5 + torch.randn(2, 128) / 500 for name in OPTIONAL}  # all of them are 2.5 in bfloat16
+    state = {"w": torch.randn(256, 64), "optimizer.step": torch.tensor(257.0), **figures}
     path = save(tmp_path, state, FACTS, dtype=torch.bfloat16)
     read = read_tensors(path)
     assert read["optimizer.step"] == 257.0  # 256 in bfloat16
+    assert all(torch.equal(read[name], tensor) for name, tensor in figures.items())
     assert torch.equal(read["w"], state["w"].bfloat16())
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     load(open_checkpoint(path), target)

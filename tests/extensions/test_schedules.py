@@ -58,6 +58,11 @@ VECTORS: list[tuple[dict[str, Any], dict[int, float]]] = [
     ),
     ({**HYBRID, "num_steps": 900, "lr_warmup_steps": 0}, {0: 1.0, 25: 0.6, 60: 0.6 / ROOT}),
     ({**SHORT, "lr_schedule": "noam", "lr_d_model": 64}, {0: 10**-1.5 / 8, 10: 10**-0.5 / 8, 40: 40**-0.5 / 8}),
+    # NeMo counts at least 1, so that without a warm-up the first update has the floor, too
+    (
+        {"lr_schedule": "noam", "learning_rate": 1.0, "min_lr": 0.2, "lr_d_model": 64, "num_steps": 9},
+        {0: 0.2, 1: 0.2, 9: 0.2},
+    ),
     ({**SHORT, "lr_schedule": "noam_hold", "lr_hold_steps": 20}, {10: 1.0, 29: 1.0, 60: 0.5, 110: (10 / 90) ** 0.5}),
     (
         {**SHORT, "lr_schedule": "deepspeed_warmup_decay"},

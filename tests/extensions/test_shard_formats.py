@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import hypothesis
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pretraining.config.errors import UserError
 from pretraining.data import open_stream
@@ -66,6 +70,38 @@ def test_padding_of_transformers_tokenizers_is_not_trained_as_text(
             open_stream(config)
     else:
         open_stream(config)
+
+
+LENGTHS = st.lists(st.lists(st.integers(1, 4), max_size=3), min_size=1, max_size=5).filter(any)
+
+
+@pytest.mark.parametrize("store", ["file", "stream", "parquet"])
+@hypothesis.settings(max_examples=30)
+@given(LENGTHS, st.sampled_from(["seq_lengths", "position_ids"]), st.booleans())
+def test_sequences_that_trl_has_packed_into_a_row_are_refused_or_do_not_attend_to_each_other(
+    store: str, lengths: list[list[int]], column: str, has_mask: bool
+) -> None:
+    positions = [[place for length in row for place in range(length)] for row in lengths]
+    documents = numbered([len(row) for row in positions])
+    columns = {"tokens": documents, column: lengths if column == "seq_lengths" else positions}
+    columns |= {"loss_mask": [[1] * len(row) for row in documents]} if has_mask else {}
+    table = pa.table({name: pa.array(lists, pa.list_(pa.int32())) for name, lists in columns.items()})
+    with TemporaryDirectory() as folder:
+        if store == "parquet":
+            corpora.write_parquet_table(Path(folder) / "x.parquet", table, rows=2)
+        else:
+            corpora.write_arrow(Path(folder) / "x.arrow", table, stream=store == "stream", rows=2)
+        fields = {"seq_length": sum(map(sum, lengths)), "sep_token": -1, "shuffle": "none", "logical_shards": 1}
+        config = settings(Path(folder), **fields, reset_attention_mask=True)
+        is_followed = column == "position_ids" and has_mask
+        if any(len(row) > 1 for row in lengths) and not is_followed:
+            with pytest.raises(UserError, match=f"column {column} marks several sequences in a row, but is not read: "):
+                open_stream(config)
+            return
+        batch = open_stream(config).batch(0)
+    numbers = np.repeat(np.arange(sum(map(len, lengths))), [length for row in lengths for length in row])
+    segments = batch["segments"][0]
+    assert np.array_equal(segments[1:] != segments[:-1], numbers[1:] != numbers[:-1])
 
 
 def test_a_megatron_index_and_its_tokens_must_belong_together(tmp_path: Path) -> None:

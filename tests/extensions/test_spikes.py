@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +16,8 @@ from hypothesis import strategies as st
 pytest.importorskip("pretraining.extensions.spikes")
 
 from pretraining.extensions.spikes.detection import WINDOW, is_spike
+from pretraining.extensions.spikes.watch import Spikes
+from pretraining.monitor.metrics import FILE_NAME, Metrics
 
 
 def falling(seed: int, reports: int, noise: float) -> list[float]:
@@ -37,3 +43,21 @@ def test_a_jump_is_flagged_even_after_another_one(seed: int, place: int, height:
 @given(st.lists(st.floats(0, 20), max_size=WINDOW - 1))
 def test_the_first_reports_are_no_spikes(recent: list[float]) -> None:
     assert not is_spike(100.0, recent)
+
+
+LOSSES = st.lists(st.floats(2, 3) | st.sampled_from([9.0, math.inf, math.nan]), min_size=WINDOW, max_size=WINDOW + 20)
+
+
+@settings(max_examples=30)
+@given(LOSSES)
+def test_losses_that_are_not_finite_do_not_count_and_a_restart_flags_the_same_spikes(losses: list[float]) -> None:
+    with TemporaryDirectory() as folder:
+        metrics = Metrics(Path(folder) / FILE_NAME)
+        run: Any = SimpleNamespace(config=SimpleNamespace(run_folder=Path(folder)), metrics=metrics)
+        uninterrupted = Spikes(run)
+        for step, loss in enumerate(losses):
+            finite = list(filter(math.isfinite, losses[:step]))
+            expected = {"loss_spike": is_spike(loss, finite[-WINDOW:])}
+            assert uninterrupted.figures({"loss": loss}) == Spikes(run).figures({"loss": loss}) == expected
+            metrics.write({"step": step, "loss": loss})
+        metrics.close()

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from main_training import CONFIGURATION
 from pretraining import train
+from pretraining.checkpoint.manifest import open_checkpoint
+from pretraining.config.declaration import settings_of
 from pretraining.config.errors import UserError
 from pretraining.tools.library import Training
 from tests.pages import code_of, losses_of, outputs
@@ -45,6 +48,29 @@ def test_a_step_of_the_folder_is_loaded_and_an_empty_folder_holds_none(page: dic
         assert training.train_step(9).read()["loss"] == page["after"][9]
         with pytest.raises(UserError, match="user_content of step 9 is no JSON value"):
             training.save(str(tmp_path), 9, user_content={"model": object()})
+
+
+@pytest.mark.parametrize("changes", [{"seq_length_stages": "8:2,16:4"}, {"rampup_batch_size": "4,2,12"}], ids=" ".join)
+def test_batches_that_change_are_those_of_the_script_and_so_are_the_tokens_of_the_checkpoint(
+    page: dict[str, Any], tmp_path: Path, changes: dict[str, str]
+) -> None:
+    if not changes.keys() <= settings_of(CONFIGURATION).keys():
+        pytest.skip("needs the extensions length_stages and batch_rampup")
+    settings = {**page["settings"], **changes, "engine": "torch", "batch_size": 2, "num_steps": 6}
+    run = train({**settings, "report_interval": 1, "checkpoint_interval": 6, "log_dir": str(tmp_path / "run")})
+    with Training(settings) as training:
+        assert {step: training.train_step(step).read()["loss"] for step in range(1, 7)} == run.losses
+        training.save(str(tmp_path / "loop"), 6)
+    folders = (tmp_path / "loop" / "step_6", tmp_path / "run" / "checkpoints" / "step_6")
+    own, script = (open_checkpoint(folder).facts.tokens_seen for folder in folders)
+    assert own == script
+
+
+def test_weights_that_only_the_script_would_load_are_refused(page: dict[str, Any]) -> None:
+    settings = {**page["settings"], "ckpt_load_path": str(page["folder"] / "checkpoints")}
+    message = r"--ckpt_load_path=.*: a loop of your own does not read it: call Training\.load"
+    with pytest.raises(UserError, match=message):
+        Training(settings)
 
 
 @pytest.mark.exhaustive

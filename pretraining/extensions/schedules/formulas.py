@@ -79,7 +79,7 @@ def noam(step: int, s: Curve) -> float:
     count = max(1, step)
     slope = min(count**-0.5, count * s.warmup**-1.5) if s.warmup else count**-0.5
     rate = s.peak * s.more["lr_d_model"] ** -0.5 * slope
-    return max(rate, s.floor) if step > s.warmup else rate
+    return max(rate, s.floor) if count > s.warmup else rate
 
 
 @after_warmup

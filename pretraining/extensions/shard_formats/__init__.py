@@ -20,10 +20,10 @@ def index_labelled_arrow(path: str, column: str, decoded: str) -> ShardContents:
     """See ShardFormat. Shards without labels are read as the core does."""
     from pretraining.data.stores.arrow import index_arrow  # imports numpy
     from pretraining.extensions.shard_formats.labels import decode
-    from pretraining.extensions.shard_formats.masks import check_arrow_masks
+    from pretraining.extensions.shard_formats.masks import check_arrow_columns
 
     contents = index_arrow(path, column, decoded, decode_labels=decode)
-    check_arrow_masks(path, column)
+    check_arrow_columns(path, column)
     return contents
 
 

@@ -1,4 +1,7 @@
-"""Masks in shards of transformers and TRL: of padding, and of trained tokens under other names than here."""
+"""Columns in shards of transformers and TRL that training may not follow, which is then refused.
+
+Masks of padding, masks of trained tokens under other names than here, and the places of packed sequences in a row.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,14 @@ import numpy as np
 from pretraining.config.errors import UserError
 from pretraining.data.stores import MAGIC
 from pretraining.data.stores.arrow import LARGE, is_list, label_columns, list_offsets
-from pretraining.data.stores.labels import LOSS_MASK
+from pretraining.data.stores.labels import LOSS_MASK, POSITIONS
 from pretraining.storage import BUFFER, location
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 MASK = "attention_mask"
+SEQUENCES = "seq_lengths"  # what TRL's packing adds: the lengths of the sequences of a row
 LOSS_MASKS = ("completion_mask", "assistant_masks", "assistant_mask")  # TRL's and transformers' names of loss_mask
 
 
@@ -28,16 +32,18 @@ def refuse_other_masks(schema: pa.Schema, column: str, path: str) -> None:
         raise UserError(f"{path}: column {others[0]} marks the trained tokens, but is not read: {remedy}")
 
 
-def has_mask(schema: pa.Schema) -> bool:
-    """Return whether rows have a list of numbers that may mark padding."""
+def checked_columns(schema: pa.Schema, column: str) -> list[str]:
+    """Return the columns whose numbers may mark padding or several sequences in a row, and are not followed."""
     import pyarrow as pa
 
-    kinds = [field.type for field in schema if field.name == MASK and is_list(field.type)]
-    return any(pa.types.is_integer(kind.value_type) or pa.types.is_boolean(kind.value_type) for kind in kinds)
+    packing = [] if POSITIONS in label_columns(schema, column) else [SEQUENCES, POSITIONS]
+    lists = [field for field in schema if field.name in (MASK, *packing) and is_list(field.type)]
+    kinds = {field.name: field.type.value_type for field in lists}
+    return [name for name, kind in kinds.items() if pa.types.is_integer(kind) or pa.types.is_boolean(kind)]
 
 
-def check_arrow_masks(path: str, column: str) -> None:
-    """Raise UserError for a mask of an Arrow shard, which can be read, that this training would not follow."""
+def check_arrow_columns(path: str, column: str) -> None:
+    """Raise UserError for a column of an Arrow shard, which can be read, that this training would not follow."""
     import pyarrow as pa
 
     with location(path).open("rb", LARGE) as source:  # a schema is short
@@ -45,35 +51,57 @@ def check_arrow_masks(path: str, column: str) -> None:
         source.seek(0)
         schema = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(source).schema
         refuse_other_masks(schema, column, path)
-    if not has_mask(schema):
-        return
-    with location(path).open("rb", BUFFER) as source:
-        options = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(MASK)])
-        if is_file:
-            reader = pa.ipc.open_file(source, options=options)
-            batches: Iterable[pa.RecordBatch] = map(reader.get_batch, range(reader.num_record_batches))
-        else:
-            batches = pa.ipc.open_stream(source, options=options)
-        check_padding(batches, bool(label_columns(schema, column)), path)
+    for name in checked_columns(schema, column):
+        with location(path).open("rb", BUFFER) as source:
+            options = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(name)])
+            if is_file:
+                reader = pa.ipc.open_file(source, options=options)
+                batches: Iterable[pa.RecordBatch] = map(reader.get_batch, range(reader.num_record_batches))
+            else:
+                batches = pa.ipc.open_stream(source, options=options)
+            check_column(batches, bool(label_columns(schema, column)), path)
 
 
-def check_padding(batches: Iterable[pa.RecordBatch], has_labels: bool, path: str) -> None:
-    """Raise UserError for the padding of a shard whose first column is its mask: 0 where a token is no text.
+def check_column(batches: Iterable[pa.RecordBatch], has_labels: bool, path: str) -> None:
+    """Raise UserError if one of checked_columns, the first of the batches, marks what this training would not follow.
+
+    has_labels: whether its shard has labels.
+    """
+    for batch in batches:
+        name = batch.schema.names[0]
+        if name == MASK:
+            check_padding(batch.column(0), has_labels, path)
+        elif is_packed(name, batch.column(0)):
+            remedy = "write each sequence as a row of its own, or remove the column to train each row as one document"
+            if name == POSITIONS:
+                remedy = f"write each sequence as a row of its own, or add {LOSS_MASK}, next to which it is read"
+            raise UserError(f"{path}: column {name} marks several sequences in a row, but is not read: {remedy}")
+
+
+def is_packed(name: str, lists: pa.Array) -> bool:
+    """Return whether a row has several sequences, by their lengths or by positions that begin at 0 again."""
+    borders = list_offsets(lists)
+    if name == SEQUENCES:
+        return bool((np.diff(borders) > 1).any())
+    is_first = lists.flatten().to_numpy(zero_copy_only=False) == 0
+    is_first[(borders - borders[0])[:-1][np.diff(borders) > 0]] = False
+    return bool(is_first.any())
+
+
+def check_padding(masks: pa.Array, has_labels: bool, path: str) -> None:
+    """Raise UserError for the padding that the masks of rows mark: 0 where a token is no text.
 
     Without labels all tokens are trained, those of padding too. With labels, padding behind a text has no effect on it,
     but the tokens of a text attend to what is before them.
     """
-    for batch in batches:
-        mask, borders = batch.column(0), list_offsets(batch.column(0))
-        values = mask.values.to_numpy(zero_copy_only=False).astype(bool)[: borders[-1]]
-        values[: borders[0]] = True
-        padding = int(np.count_nonzero(~values))
-        if padding and not has_labels:
-            remedy = "write the documents without padding, or with a column labels that is -100 there"
-            raise UserError(f"{path}: {MASK} marks {padding:,} tokens of padding, which would be trained: {remedy}")
-        begins = np.zeros(len(values) + 1, bool)
-        begins[borders] = True
-        if padding and (values[1:] & ~values[:-1] & ~begins[1:-1]).any():
-            raise UserError(
-                f"{path}: {MASK} marks padding before a text, which would attend to it: pad behind the text"
-            )
+    borders = list_offsets(masks)
+    values = masks.values.to_numpy(zero_copy_only=False).astype(bool)[: borders[-1]]
+    values[: borders[0]] = True
+    padding = int(np.count_nonzero(~values))
+    if padding and not has_labels:
+        remedy = "write the documents without padding, or with a column labels that is -100 there"
+        raise UserError(f"{path}: {MASK} marks {padding:,} tokens of padding, which would be trained: {remedy}")
+    begins = np.zeros(len(values) + 1, bool)
+    begins[borders] = True
+    if padding and (values[1:] & ~values[:-1] & ~begins[1:-1]).any():
+        raise UserError(f"{path}: {MASK} marks padding before a text, which would attend to it: pad behind the text")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from itertools import islice
@@ -24,7 +25,8 @@ class Spikes(Watcher):
     def figures(self, record: Mapping[str, Any]) -> dict[str, float]:
         """See Watcher."""
         spike = is_spike(record["loss"], self._losses)
-        self._losses.append(record["loss"])
+        if math.isfinite(record["loss"]):  # of an update that was skipped it may not be
+            self._losses.append(record["loss"])
         return {"loss_spike": spike}
 
 

@@ -19,7 +19,7 @@ from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.store import PendingSave, load
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
-from pretraining.data.stream import Rows
+from pretraining.data.stream import Rows, cut_rows
 from pretraining.extensions.async_checkpointing.saves import HostBuffer, stage
 from pretraining.models.init import build_model
 from pretraining.models.llama import Llama
@@ -61,6 +61,10 @@ class Training:
         read_processes()  # raises UserError
         extensions = (*EXTENSIONS, model.extension()) if model else EXTENSIONS
         config = configure(settings, report=False, own_data=bool(data), extensions=extensions)
+        for name, path in config.load_paths.items():
+            if path:
+                remedy = "a loop of your own does not read it: call Training.load with a folder of checkpoints"
+                raise UserError(f"--{name}={path}: {remedy}")
         compare_processes(config, {}, extensions)
         self.engine = open_engine(config)
         self.config, self.streams = open_streams(self.engine, None, data or {})
@@ -79,8 +83,12 @@ class Training:
         self.engine.close()
 
     def batch(self, step: int, split: str = "train") -> Batch:
-        """Return this process's rows of the global batch of a step, counted from 1: int32 [rows, seq_length] each."""
-        return self.streams[split].batch(step - 1)
+        """Return this process's rows of the global batch of a step, counted from 1: int32 [rows, seq_length] each.
+
+        Those of training have the length that seq_length_stages gives to the step.
+        """
+        batch = self.streams[split].batch(step - 1)
+        return cut_rows(batch, self.config.row_length(step)) if split == "train" else batch
 
     def learning_rate(self, step: int) -> float:
         """Return the rate that the configured schedule has for a step, counted from 1."""
@@ -108,7 +116,7 @@ class Training:
             json.dumps(user_content, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise UserError(f"user_content of step {step} is no JSON value: {error}") from error
-        mesh, tokens = self.engine.mesh._asdict(), step * self.config.tokens_per_step
+        mesh, tokens = self.engine.mesh._asdict(), self.streams["train"].trained(step) * self.config.seq_length
         facts = Facts(step, tokens, {"user_content": user_content}, asdict(self.config), self.engine.name, mesh)
         pending = PendingSave(location(folder), self.trainee.state(), facts, self._peers)
         if in_background:
