@@ -6,6 +6,7 @@ step waits for the device only where its result is read.
 
 from __future__ import annotations
 
+import itertools
 import os
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +22,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import Shard
 
 from pretraining.config.errors import ConfigError
@@ -43,6 +45,8 @@ from pretraining.parallel.torch.blocks import TorchBlocks
 from pretraining.parallel.torch.context import ContextRanks
 from pretraining.parallel.torch.state import WEIGHT, LocalShards, to_local
 from pretraining.parallel.torch.step import TorchStep, reduce_over_processes
+
+GROUPS = itertools.count()  # of processes that this one has joined
 
 
 class TorchEngine:
@@ -108,13 +112,17 @@ class TorchEngine:
 
     def _join(self, processes: Processes) -> None:
         """Join the process group, which `close` leaves; torchrun's environment names the other processes."""
-        options: dict[str, Any] = {}
-        if not processes.is_launched:
-            options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+        timeout = timedelta(seconds=self.config.collective_timeout)
+        store: Any = dist.HashStore()  # type: ignore[attr-defined]
+        if processes.is_launched:
+            store, *_ = next(rendezvous("env://", timeout=timeout))
+            store.set_timeout(timeout)
+        # torchrun's store outlives a group: without a prefix the next one would look for the processes of the last.
+        store = dist.PrefixStore(f"group {next(GROUPS)}", store)  # type: ignore[attr-defined]
+        options: dict[str, Any] = {"store": store, "rank": processes.rank, "world_size": processes.world_size}
         # torch 2.9 looks up the bound device in every group, also in those of gloo, which has none for other devices.
         if self.device.index is not None and self.device.type in dist.Backend.backend_capability["gloo"]:
             options["device_id"] = self.device
-        timeout = timedelta(seconds=self.config.collective_timeout)
         dist.init_process_group(accelerator.backend_of(self.accelerator, self.device), timeout=timeout, **options)
         self._joined = True
 
