@@ -8,12 +8,8 @@ Without flags nothing is continued.
 from __future__ import annotations
 
 import json
-import os
 import sys
-from datetime import timedelta
 from pathlib import Path
-
-import torch.distributed as dist
 
 from main_training import CHECKS, CONFIGURATION, main
 from pretraining.checkpoint.manifest import open_checkpoint
@@ -35,8 +31,6 @@ def resave(source: Path, target: Path, fields: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    if "WORLD_SIZE" in os.environ:  # one group for both; a second cannot be joined under the same torchrun
-        dist.init_process_group("gloo", timeout=timedelta(seconds=900))
     source, target, fields, *flags = sys.argv[1:]
     resave(Path(source), Path(target), json.loads(fields))
     sys.argv[1:] = flags

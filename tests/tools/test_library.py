@@ -78,9 +78,9 @@ def test_weights_that_only_the_script_would_load_are_refused(page: dict[str, Any
 def test_the_loop_runs_on_two_processes_and_its_checkpoint_continues_on_the_other_engine(
     page: dict[str, Any], tmp_path: Path
 ) -> None:
-    twice = f"{DEFINITIONS}\nfirst, second = run(8)[0], run(12)[0]\nprint(json.dumps({{**first, **second}}))"
+    twice = f"{DEFINITIONS}\nfirst, second = run(4)[0], run(8)[0]\nprint(json.dumps({{**first, **second}}))"
     for line in outputs(tmp_path, twice, processes=2):
-        assert losses_of(line) == pytest.approx({**page["before"], **page["after"]}, rel=1e-5)
+        assert losses_of(line) == pytest.approx(page["before"], rel=1e-5)
     pytest.importorskip("torch_xla")
     (line,) = outputs(tmp_path, f"{DEFINITIONS}\nprint(json.dumps(run(12, 'xla')[0]))")
     assert losses_of(line) == pytest.approx(page["after"], rel=1e-5)
