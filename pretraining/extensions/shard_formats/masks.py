@@ -49,33 +49,32 @@ def check_arrow_columns(path: str, column: str) -> None:
     with location(path).open("rb", LARGE) as source:  # a schema is short
         is_file = source.read(len(MAGIC)) == MAGIC
         source.seek(0)
-        schema = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(source).schema
-        refuse_other_masks(schema, column, path)
-    for name in checked_columns(schema, column):
+        open_shard = pa.ipc.open_file if is_file else pa.ipc.open_stream
+        schema = open_shard(source).schema
+    refuse_other_masks(schema, column, path)
+    if names := checked_columns(schema, column):
+        options = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(name) for name in names])
         with location(path).open("rb", BUFFER) as source:
-            options = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(name)])
-            if is_file:
-                reader = pa.ipc.open_file(source, options=options)
-                batches: Iterable[pa.RecordBatch] = map(reader.get_batch, range(reader.num_record_batches))
-            else:
-                batches = pa.ipc.open_stream(source, options=options)
-            check_column(batches, bool(label_columns(schema, column)), path)
+            shard = open_shard(source, options=options)
+            batches = map(shard.get_batch, range(shard.num_record_batches)) if is_file else shard
+            check_columns(batches, bool(label_columns(schema, column)), path)
 
 
-def check_column(batches: Iterable[pa.RecordBatch], has_labels: bool, path: str) -> None:
-    """Raise UserError if one of checked_columns, the first of the batches, marks what this training would not follow.
+def check_columns(batches: Iterable[pa.RecordBatch], has_labels: bool, path: str) -> None:
+    """Raise UserError if the checked_columns, all columns of the batches, mark what this training would not follow.
 
-    has_labels: whether its shard has labels.
+    has_labels: whether their shard has labels.
     """
     for batch in batches:
-        name = batch.schema.names[0]
-        if name == MASK:
-            check_padding(batch.column(0), has_labels, path)
-        elif is_packed(name, batch.column(0)):
-            remedy = "write each sequence as a row of its own, or remove the column to train each row as one document"
-            if name == POSITIONS:
-                remedy = f"write each sequence as a row of its own, or add {LOSS_MASK}, next to which it is read"
-            raise UserError(f"{path}: column {name} marks several sequences in a row, but is not read: {remedy}")
+        for name, lists in zip(batch.schema.names, batch.columns, strict=True):
+            if name == MASK:
+                check_padding(lists, has_labels, path)
+            elif is_packed(name, lists):
+                remedy = "remove the column to train each row as one document"
+                if name == POSITIONS:
+                    remedy = f"add {LOSS_MASK}, next to which it is read"
+                marks = f"column {name} marks several sequences in a row, but is not read"
+                raise UserError(f"{path}: {marks}: write each sequence as a row of its own, or {remedy}")
 
 
 def is_packed(name: str, lists: pa.Array) -> bool:

@@ -10,7 +10,7 @@ from pretraining.config.errors import UserError
 from pretraining.data.stores.arrow import is_list, label_columns, token_type
 from pretraining.data.stores.shard import ShardContents
 from pretraining.extensions.shard_formats.labels import decode
-from pretraining.extensions.shard_formats.masks import check_column, checked_columns, refuse_other_masks
+from pretraining.extensions.shard_formats.masks import check_columns, checked_columns, refuse_other_masks
 from pretraining.storage import BUFFER, StorageError, is_remote, location
 
 # Rows decoded at once: 2.6 MB at 660 tokens each.
@@ -33,8 +33,8 @@ def decode_parquet(path: str, column: str, decoded: str) -> ShardContents:
                 raise UserError(f"{path}: a column of single tokens has no documents: write a list of tokens per row")
             columns = [column, *label_columns(source.schema_arrow, column)]
             refuse_other_masks(source.schema_arrow, column, path)
-            for name in checked_columns(source.schema_arrow, column):
-                check_column(source.iter_batches(_ROWS, columns=[name]), len(columns) > 1, path)
+            if names := checked_columns(source.schema_arrow, column):
+                check_columns(source.iter_batches(_ROWS, columns=names), len(columns) > 1, path)
             batches = (batch.select(columns) for batch in source.iter_batches(_ROWS, columns=columns))
             contents = decode(batches, dtype, path, decoded)
             pa.default_memory_pool().release_unused()
