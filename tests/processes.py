@@ -39,7 +39,8 @@ def call(
         timeout=timeout,
         stdin=subprocess.DEVNULL,
     )
-    assert code in (None, done.returncode), done.stdout[-3000:] + done.stderr[-9000:]
+    ended = f"ended with {done.returncode}, not {code}\n"  # negative: the signal; a program can die without a word
+    assert code in (None, done.returncode), ended + done.stdout[-3000:] + done.stderr[-9000:]
     return done
 
 
