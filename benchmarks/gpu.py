@@ -41,7 +41,8 @@ from pretraining.models.init import build_model
 from pretraining.parallel import accelerator
 from pretraining.parallel.torch.engine import TorchEngine
 
-# The largest batches with which transformers fits in 139 GiB; it materialises the logits of the whole batch.
+# The largest batches with which transformers fits in 139 GiB; it materialises the logits of the whole batch. Half of
+# them on a GPU with less.
 BATCH_SIZES = {"llama3_194m_4k": 8, "llama2_1.4b": 8, "llama3_3.2b_4k": 4, "tiny": 2}
 LIMIT = 270  # s, maximum of one contender, including compilation
 WARM_UP = 5
@@ -51,9 +52,10 @@ Step = Callable[[], None]
 def config_of(model: str, device: Any) -> TrainConfig:
     """Return the configuration that all contenders run."""
     length = min(4096, model_shape(TrainConfig(model_variant=model)).max_position_embeddings)
+    is_small = device == "cuda" and torch.cuda.get_device_properties(0).total_memory < 130 * 2**30
     config: TrainConfig = CONFIGURATION(
-        model_variant=model, seq_length=length, batch_size=BATCH_SIZES[model], use_dummy_dataset=True, device=device,
-        low_cpu_fsdp=True, sharding_strategy="fsdp",
+        model_variant=model, seq_length=length, batch_size=BATCH_SIZES[model] // (2 if is_small else 1),
+        use_dummy_dataset=True, device=device, low_cpu_fsdp=True, sharding_strategy="fsdp",
     )  # fmt: skip
     return config
 

@@ -35,7 +35,7 @@ class DropoutNoise(NamedTuple):
 
 def dropout_noise(seed: int, update: Tensor, token_index: Tensor) -> DropoutNoise:
     """Return the hashes of the first block; `token_index` [B, T] int32 is the index in the global batch."""
-    seed_hash = name_hashes(seed, ["dropout"])[0].to(token_index.device)
+    seed_hash = name_hashes(seed, ["dropout"])[0].to(token_index.device, non_blocking=True)
     state = murmur_finalizer(seed_hash ^ murmur_finalizer(update.int()))
     layer = torch.zeros((), dtype=torch.int32, device=token_index.device)
     return DropoutNoise(hash_with(state, token_index), layer)

@@ -412,7 +412,8 @@ def rope_table(frequencies: tuple[float, ...], tokens: Tensor, positions: Tensor
     """Cosines and sines of the angles of R pairs of channels, [T, R], or [B, T, R] for given positions."""
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-    rates = torch.tensor(frequencies, dtype=torch.float32, device=tokens.device)
+    # A copy to a GPU waits for all that the GPU has been given, unless it is told not to.
+    rates = torch.tensor(frequencies, dtype=torch.float32).to(tokens.device, non_blocking=True)
     angles = positions.float()[..., None] * rates  # [.., T, R]
     return Rope(angles.cos(), angles.sin())
 

@@ -38,6 +38,7 @@ class Accelerator(NamedTuple):
     compile: Mapping[str, Any] | None = None  # arguments of torch.compile; None: nobody has tried
     kernel: Kernel = "chunked"  # of causal attention
     has_kernel: Callable[[torch.dtype, int], bool] = lambda dtype, width: True  # for q of this dtype and head width
+    other_kernel: Kernel = "chunked"  # where it has none
     skips_masked_blocks: bool = False  # whether flex_attention computes no empty block of a mask
     divides_gradients: bool = False  # whether its fused AdamW divides gradients in place, at no cost in memory traffic
     pins_memory: bool = False  # whether a copy from pinned memory does not wait for the device
@@ -52,13 +53,21 @@ class Accelerator(NamedTuple):
 
     def kernel_of(self, dtype: torch.dtype, head_width: int) -> Kernel:
         """Return how causal attention is computed for q of this dtype and head width."""
-        return self.kernel if self.has_kernel(dtype, head_width) else "chunked"
+        return self.kernel if self.has_kernel(dtype, head_width) else self.other_kernel
 
 
 ACCELERATORS = {
     "cpu": Accelerator("CPU", "gloo", {"dynamic": False}, kernel="repeated", divides_gradients=True),
     "cuda": Accelerator(
-        "CUDA GPU", "nccl", {}, "grouped", skips_masked_blocks=True, divides_gradients=True, pins_memory=True
+        "CUDA GPU",
+        "nccl",
+        {},
+        "grouped",
+        lambda dtype, width: dtype.itemsize == 2 and width <= 256,
+        "repeated",  # the kernel of other dtypes and widths takes no shared keys: all scores would exist
+        skips_masked_blocks=True,
+        divides_gradients=True,
+        pins_memory=True,
     ),
 }
 HOST = torch.device("cpu")

@@ -116,7 +116,7 @@ class OptimizerStep(ABC):
 
     def update(self, gradients: Gradients, clip: Tensor | None, rate: Tensor | float, is_accepted: Tensor) -> None:
         """Apply the update rule to each group of parameters in turn."""
-        rate = torch.as_tensor(rate, dtype=torch.float32, device=self.device)
+        rate = torch.as_tensor(rate, dtype=torch.float32).to(self.device, non_blocking=True)
         step = self.optimizer.updates + 1
         for group in self.groups:
             means = [gradients.mean(parameter.name, clip) for parameter in group]

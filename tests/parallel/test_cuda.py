@@ -16,7 +16,10 @@ from main_training import CONFIGURATION
 from pretraining.checkpoint.checkpoints import Checkpoints
 from pretraining.checkpoint.manifest import Facts
 from pretraining.config.training import TrainConfig
+from pretraining.models.chunked import AttentionMask
 from pretraining.models.init import build_model
+from pretraining.models.ops import attention
+from pretraining.parallel.accelerator import ACCELERATORS
 from pretraining.parallel.torch.engine import TorchEngine
 from tests.parallel.toy import TOY
 
@@ -159,6 +162,48 @@ def test_a_saved_run_continues_with_the_losses_of_the_uninterrupted_one(tmp_path
         assert continued == pytest.approx(losses[4:], rel=1e-5)
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"use_torch_compile": False},
+        {"optimizer": "muon"},
+        {"precision": "fp16"},
+        {"precision": "mixed_bf16_sr"},
+        {"precision": "bf16_sr", "mixed_precision": False},
+        {"precision": "fp8"},
+        {"hidden_dropout": 0.1},
+        {"ema_decay": 0.9},
+        {"skip_step_deviations": 6.0},
+    ],
+)
+def test_no_step_waits_for_the_gpu(documents: bool, fields: dict[str, Any]) -> None:
+    config = CONFIGURATION(**{**TOY, **SIZES, "device": "cuda", "mixed_precision": True, **fields})
+    engine = TorchEngine(config)
+    try:
+        trainee = engine.place(build_model(config))
+        batch = batch_of(config, documents)
+        for _ in range(2):
+            trainee.train_step(batch, 1e-3).read()
+        torch.cuda.set_sync_debug_mode("error")
+        step = trainee.train_step(batch, 1e-3)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        engine.close()
+    assert step.read()["loss"] < 7
+
+
+def test_fp32_attention_of_grouped_queries_holds_no_scores() -> None:
+    length, dtype, width = 4096, torch.float32, 64
+    q, k = (torch.randn(1, heads, length, width, device="cuda", dtype=dtype, requires_grad=True) for heads in (8, 2))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    attention(q, k, k, AttentionMask(None, None), ACCELERATORS["cuda"].kernel_of(dtype, width)).sum().backward()
+    scores = 8 * length**2 * dtype.itemsize  # 512 MiB
+    assert torch.cuda.max_memory_allocated() - before < scores / 2
 
 
 def test_the_peak_of_memory_is_measured() -> None:

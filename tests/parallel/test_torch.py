@@ -324,6 +324,8 @@ def test_the_choice_between_the_engines(monkeypatch: pytest.MonkeyPatch) -> None
     [
         ("cpu", torch.float32, 80, "repeated"),
         ("cuda", torch.float16, 160, "grouped"),
+        ("cuda", torch.float32, 128, "repeated"),
+        ("cuda", torch.bfloat16, 320, "repeated"),
     ],
 )
 def test_attention_has_the_kernel_of_the_device(device: str, dtype: torch.dtype, width: int, kernel: str) -> None:

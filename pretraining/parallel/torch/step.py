@@ -181,7 +181,7 @@ class TorchStep(OptimizerStep):
 
     def random_bits(self, parameter: ParameterState, prefix: str, tensor: Tensor, update: Tensor) -> Tensor:
         """See OptimizerStep."""
-        key = name_hashes(self.config.seed, [prefix + parameter.name])[0].to(tensor.device)
+        key = name_hashes(self.config.seed, [prefix + parameter.name])[0].to(tensor.device, non_blocking=True)
         spec = parameter.moment_specs()[prefix[:-1]] if prefix else WEIGHT
         return random_bits(key, update, tensor.shape, self.shards.offsets(parameter.name, spec))
 
