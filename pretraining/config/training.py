@@ -213,7 +213,7 @@ class TrainConfig:
     matrix products in bf16, everything between them in fp32, like torch.autocast. "fp16": mixed_bf16 with fp16 instead
     of bf16, and a loss scale. "fp8": mixed_bf16, and the linear layers of the blocks multiply float8 matrices (inputs
     and weights e4m3, gradients e5m2), each scaled by its largest element; FSDP gathers weights in bf16. GPUs of compute
-    capability 8.9 or newer, or the CPU; not run on a GPU yet. MFU remains a share of the bf16 peak. "manual":
+    capability 8.9 or newer, or the CPU. MFU remains a share of the bf16 peak. "manual":
     mixed_bf16 with master_weights, fp32_grad_acc and stochastic_rounding."""
     attention_impl: Literal["auto", "splash", "chunked"] = "auto"
     """How attention is computed: "chunked" (plain operations on chunks of the queries), "splash" (by the xla engine
