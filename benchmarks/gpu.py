@@ -9,8 +9,9 @@
 All contenders train the same model on the same tokens, 4096 per sequence, with clipped gradients, torch.compile and
 fused AdamW. `transformers` runs as its Trainer does: fp32 parameters, autocast to bf16, SDPA. `transformers_bf16` keeps
 parameters and moments in bf16, which takes less memory and is less precise than `ours`. `ours_cudnn` prefers cuDNN's
-attention kernel to the flash kernel. `ours_fp8` is --precision=fp8, whose MFU is a share of the bf16 peak, too. Each contender runs in its own process, one after the other. Times are medians of steps, each of
-which waits for its loss. The tables go to stdout, and the figures as JSON to FOLDER.
+attention kernel to the flash kernel. `ours_fp8` is --precision=fp8, whose MFU is a share of the bf16 peak, too. Each
+contender runs in its own process, one after the other. Times are medians of steps, each of which waits for its loss.
+The tables go to stdout, and the figures as JSON to FOLDER.
 """
 
 from __future__ import annotations
