@@ -266,8 +266,9 @@ class TrainConfig:
     grad_clip_thresh: Annotated[float, AtLeast(0)] = 1.0
     """Norm above which gradients are scaled down. 0: never. Elsewhere: max_grad_norm, gradient_clipping, clip_grad,
     max_norm."""
-    grad_clip_norm_type: Annotated[float, AtLeast(1, special=0)] = 2.0
-    """p of the p-norm over all gradients that is reported and clipped by. 0: the largest absolute value."""
+    grad_clip_norm_type: Annotated[float, AtLeast(1, special=0, below=5)] = 2.0
+    """p of the p-norm over all gradients that is reported and clipped by. 0: the largest absolute value. The sum of
+    higher powers than 4 leaves the range of fp32."""
     z_loss: Annotated[float, AtLeast(0)] = 0.0
     """Factor of the squared logarithm of the softmax's denominator, which is added to the training loss of every token
     and keeps logits from drifting (Chowdhery et al. 2022: 1e-4). Validation and test losses do not have it. 0: none."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.adamw import adamw
 
@@ -118,14 +118,13 @@ class TorchStep(OptimizerStep):
         dims = {name: self.shards.layout.tensor_dimension(name) for name in shards}
         sharded = [shard for name, shard in shards.items() if dims[name] is not None]
         replicated = [shard for name, shard in shards.items() if dims[name] is None]
-        sums = [nn.utils.get_total_norm(tensors, order) ** order for tensors in (sharded, replicated)]
+        sums = [total_norm(tensors, order, self.device) ** order for tensors in (sharded, replicated)]
         mesh = self.shards.mesh
-        # The norm of no tensor is on the CPU.
-        return (sums[0] + sums[1] / mesh.tensor)[None].to(self.device) / mesh.replica
+        return (sums[0] + sums[1] / mesh.tensor)[None] / mesh.replica
 
     def _largest(self, shards: dict[str, Tensor]) -> Tensor:
         """Infinity norm of the unsharded tensors."""
-        largest = nn.utils.get_total_norm(list(shards.values()), math.inf).to(self.device)
+        largest = total_norm(shards.values(), math.inf, self.device)
         reduce_over_processes(largest, "max")
         return largest
 
@@ -191,6 +190,18 @@ class TorchStep(OptimizerStep):
         for counter in self._updates.values():
             counter.copy_(self.optimizer.updates)
         super().finish_loading(restart_optimizer)
+
+
+def total_norm(tensors: Iterable[Tensor], order: float, device: torch.device) -> Tensor:
+    """Return the norm of the tensors as one vector, [], fp32 on `device`; 0 without an element.
+
+    torch's get_total_norm rounds the norm of each bf16 tensor to bf16, and has no infinity norm of an empty shard.
+    """
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    if not filled:
+        return torch.zeros((), device=device)
+    norms = torch._foreach_norm(filled, order, dtype=torch.float32)
+    return torch.linalg.vector_norm(torch.stack(norms).to(device), order)
 
 
 def reduce_over_processes(values: Tensor, operation: str = "sum") -> None:
