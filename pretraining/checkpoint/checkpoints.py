@@ -43,6 +43,7 @@ class Checkpoints:
         self.folder = checkpoint_folder(config, log_dir)
         self._locks: list[FolderLock] = []
         self.newest: int | None = None  # newest step that is committed, or being written
+        self._before: int | None = None  # the one before it
         self._failures = 0  # saves in a row
         self._base = ""  # Start.digest of the run
         self._background = config.background_saves(self._peers)
@@ -125,7 +126,7 @@ class Checkpoints:
         except OSError as error:
             self._failed(error)
         else:
-            self.newest = step
+            self._before, self.newest = self.newest, step
 
     def _is_kept(self, name: str) -> bool:
         if not is_weight(name):
@@ -152,10 +153,10 @@ class Checkpoints:
             if self._background:
                 self._background.wait()
         except OSError as error:
+            self.newest = self._before
             self._failed(error)
 
     def _failed(self, error: OSError) -> None:
-        self.newest = None
         self._failures += 1
         self._peers.say(f"saving to {self.folder} failed: {error}; earlier checkpoints are untouched")
         if self._failures >= self._config.ckpt_max_failures:

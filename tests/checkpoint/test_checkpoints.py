@@ -277,6 +277,27 @@ def test_a_failing_disk_is_reported_and_stops_the_run_after_so_many_in_a_row(
     assert len(run(tmp_path)) == 6
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_after_a_failed_save_the_newest_checkpoint_is_the_one_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    config = small_config(tmp_path, async_checkpointing=background)
+    checkpoints, trainee = Checkpoints(config, tmp_path), open_run(config)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for step, disk_is_full, newest in ((2, False, 2), (4, True, 2), (6, True, 2), (6, False, 6)):
+        if disk_is_full:
+            monkeypatch.setattr("os.fsync", full)
+        checkpoints.save(step, trainee.state(), facts_of(config, step))
+        checkpoints.wait()
+        monkeypatch.undo()
+        assert checkpoints.newest == newest and checkpoints.due(6) == (newest != 6)
+    checkpoints.close()
+    assert steps(tmp_path) == [2, 6]
+
+
 @pytest.mark.parametrize("is_dummy", [False, True])
 def test_a_run_on_dummy_data_does_not_continue_one_on_real_data_nor_the_reverse(tmp_path: Path, is_dummy: bool) -> None:
     run(tmp_path, num_steps=2, use_dummy_dataset=is_dummy)
