@@ -256,7 +256,7 @@ def _write(file: TokenShard, contents: ShardContents, groups: np.ndarray, sideca
     dtypes = {"groups": np.int64, "starts": np.int64, "lengths": np.int32}
     places: dict[str, tuple[str, int, str, int]] = {}
     room = 4096 + len(json.dumps(facts))  # more than the header takes
-    temporary = sidecar.with_suffix(f".{os.getpid()}.tmp")
+    temporary = sidecar.with_suffix(f".{os.urandom(8).hex()}.tmp")
     with temporary.open("wb") as written:
         written.seek(room)
         for name, array in arrays.items():

@@ -11,8 +11,11 @@ from pretraining.storage import Location
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
-    """Write a file that appears under its name only when it is complete."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Write a file that appears under its name only when it is complete.
+
+    Others may write it at the same time: processes of containers often have the same number.
+    """
+    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
     temporary.write_bytes(content if isinstance(content, bytes) else content.encode())
     temporary.replace(path)
 

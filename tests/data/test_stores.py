@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +157,18 @@ def test_a_damaged_name_in_a_schema_is_a_sentence(tmp_path: Path, store: str) ->
         open_index(
             TokenShard(str(path), store.partition("_")[0].replace("flat", "arrow"), "tokens", ()), tmp_path / "i"
         )
+
+
+def test_hosts_whose_processes_have_the_same_numbers_index_a_shard_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As containers' processes do, where the index folder is shared. Threads stand for them."""
+    monkeypatch.setattr("os.getpid", lambda: 7)
+    path = corpora.write_flat(tmp_path / "s", DOCUMENTS)
+    source = TokenShard(str(path), "arrow", "tokens", ())
+    for attempt in range(20):
+        folder = tmp_path / f"index{attempt}"
+        with ThreadPoolExecutor(8) as pool:
+            indexes = [*pool.map(open_index, [source] * 8, [folder] * 8)]
+        assert all(index == indexes[0] for index in indexes)
+        assert len([*folder.iterdir()]) == 1

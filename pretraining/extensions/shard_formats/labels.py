@@ -25,7 +25,7 @@ def decode(batches: Iterable[pa.RecordBatch], dtype: str, path: str, decoded: st
     UserError names the path if a column has nulls, or the columns do not belong together.
     """
     lengths, trained = [np.zeros(0, np.int64)], None
-    temporary = Path(f"{decoded}.{os.getpid()}.tmp")
+    temporary = Path(f"{decoded}.{os.urandom(8).hex()}.tmp")
     try:
         with temporary.open("wb") as file:
             for batch in batches:

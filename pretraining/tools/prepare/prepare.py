@@ -29,7 +29,6 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
-from uuid import uuid4
 
 from main_training import EXTENSIONS
 from pretraining.config.errors import UserError, counted
@@ -262,14 +261,7 @@ def _claim_together(output: Path, plan: dict[str, Any]) -> None:
     _refuse_other(output, plan)
     for folder in (RECORDS, *SPLIT_FLAGS):
         (output / folder).mkdir(parents=True, exist_ok=True)
-    _write_shared(output / PLAN, json.dumps(plan, indent=2) + "\n")
-
-
-def _write_shared(path: Path, content: bytes | str) -> None:
-    """Write a file as parts on other hosts may do at the same time, whose processes have the same numbers."""
-    temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
-    temporary.write_bytes(content if isinstance(content, bytes) else content.encode())
-    temporary.replace(path)
+    write_atomically(output / PLAN, json.dumps(plan, indent=2) + "\n")
 
 
 def _refuse_other(output: Location, plan: dict[str, Any]) -> None:
@@ -370,7 +362,7 @@ def _copy_or_train(options: Options, sources: list[TextShard], output: Path) -> 
         return target
     if options.tokenizer:
         open_tokenizer(options.tokenizer, "--tokenizer")
-        _write_shared(target, Path(options.tokenizer).read_bytes())
+        write_atomically(target, Path(options.tokenizer).read_bytes())
         return target
     print(f"training a tokenizer of {options.vocab_size:,} ids on a sample of the text", flush=True)
     began = time.perf_counter()
@@ -551,7 +543,7 @@ def _describe(
         content = {**description, **counts, "shards": {shard["name"]: shard["sha256"] for shard in shards}}
         if blocks := merged_sums(shards):
             content["blocks"] = blocks
-        _write_shared(output / split / DESCRIPTION, json.dumps(content, indent=2) + "\n")
+        write_atomically(output / split / DESCRIPTION, json.dumps(content, indent=2) + "\n")
         flags.append(f"--{flag}={output / split}")
         parts = {"document": counts["documents"], "token": counts["tokens"], "shard": len(shards)}
         print(f"{split}: {', '.join(counted(number, noun) for noun, number in parts.items())}")
@@ -559,7 +551,7 @@ def _describe(
     for what, count in counts.items():
         print(f"{count:,} {what}")
     if left_out := [line for record in records for line in record.get("left_out", [])]:
-        _write_shared(output / _LEFT_OUT, "\n".join(left_out) + "\n")
+        write_atomically(output / _LEFT_OUT, "\n".join(left_out) + "\n")
         print(f"left out because of --skip_bad: {len(left_out):,} files and rows, see {output / _LEFT_OUT}")
     flags += validation if (output / "valid").is_dir() else ()
-    _write_shared(output / FLAGS, "\n".join(flags) + "\n")
+    write_atomically(output / FLAGS, "\n".join(flags) + "\n")
