@@ -66,7 +66,7 @@ class StepResult:
         "updates", "refused" and "first_refused" (optimizer steps of this process so far, how many were refused
         because loss or gradient was not finite, and the first of those, from 1; 0: none), with fp16 "loss_scale", with
         skip_step_deviations "outliers" (updates skipped for that reason).
-        Of an evaluation: "loss" and "tokens" (trained positions).
+        Of an evaluation: "loss" and "tokens" (trained positions); both 0 where there is none.
         """
         return dict(zip(self._names, self._values.tolist(), strict=True))
 

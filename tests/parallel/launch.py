@@ -79,3 +79,4 @@ def assert_same(
     for figure in ("loss", "grad_norm", "evaluation"):
         near = relative if figure == "grad_norm" else None
         assert got[figure] == pytest.approx(reference[figure], abs=absolute, rel=near), figure
+    assert got["untrained"] == {"loss": 0, "tokens": 0}  # of a held-out batch without a label

@@ -27,7 +27,7 @@ from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.select import engine_class
 from pretraining.parallel.torch.engine import TorchEngine
 from tests.parallel.resuming import poisoned, restore, resume_run, save_run
-from tests.parallel.toy import HALFWAY, TOY
+from tests.parallel.toy import HALFWAY, TOY, without_labels
 
 
 class EngineWithSharedGroups(TorchEngine):
@@ -84,10 +84,12 @@ def run_case(fields: dict[str, Any], programs: Callable[[], int] = lambda: 0) ->
         scales.append(read.get("loss_scale"))
         compiled.append(programs())
     evaluation = trainee.evaluate(stream.batch(0)).read()["loss"]
+    untrained = trainee.evaluate(without_labels(stream.batch(1))).read()
     counted = float(trainee.state()["optimizer.step"])
     held = trainee.bytes_per_device()
     return {
         "loss": losses, "grad_norm": norms, "refused": refused, "evaluation": evaluation, "bytes": held,
+        "untrained": untrained,
         "updates": counted, "loss_scale": scales, "compiled": compiled,
     }  # fmt: skip
 

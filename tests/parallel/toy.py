@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from pretraining.data import IGNORED
+from pretraining.parallel.engine import Batch
 from tests.data.corpora import write_instructions
 
 HALFWAY = 3  # steps after which a run of the toy is saved and resumed
@@ -39,6 +41,11 @@ LORA |= {"lora_bias": "all", "lora_modules_to_save": "norm", "learning_rate": 1e
 ADAPTERS: dict[str, Any] = {**LORA, "lora_dropout": 0.1, "attn_bias": True, "mlp_bias": True}
 # Four global batches of 8 sequences, then 16; saved among the first ones
 RAMP: dict[str, Any] = {"rampup_batch_size": "8,8,32", "batch_size": 1, "num_steps": 6, "sharding_strategy": "fsdp"}
+
+
+def without_labels(batch: Batch) -> Batch:
+    """Return the batch with no trained token."""
+    return {**batch, "labels": np.full_like(batch["labels"], IGNORED)}
 
 
 @functools.cache

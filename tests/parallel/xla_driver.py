@@ -26,7 +26,7 @@ from pretraining.models.init import build_model
 from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.select import engine_class
 from tests.parallel.resuming import poisoned, restore, resume_run, save_run
-from tests.parallel.toy import HALFWAY, TOY
+from tests.parallel.toy import HALFWAY, TOY, without_labels
 
 
 def run_case(fields: dict[str, Any]) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
         return outcome
     evaluation = trainee.evaluate(stream.batch(0)).read()["loss"]
     warmed = engine.compilations()
-    trainee.evaluate(stream.batch(1)).read()
+    untrained = trainee.evaluate(without_labels(stream.batch(1))).read()
     state = trainee.state()
     for tensor in state.values():
         tensor.shards.host(next(iter(tensor.shards.regions)))
@@ -87,7 +87,10 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
     unread, again = fetched() - before, traced() - traced_before
     result.read()
     late = engine.compilations() - warmed
-    return {**outcome, "late_compilations": late, "evaluation": evaluation, "unread_fetches": unread, "traced": again}
+    return {
+        **outcome, "late_compilations": late, "evaluation": evaluation, "untrained": untrained,
+        "unread_fetches": unread, "traced": again,
+    }  # fmt: skip
 
 
 def sort_dump(case: str) -> None:

@@ -329,7 +329,7 @@ class TorchTrainee:
         for module in (module for root in self.roots for module in root.modules()):
             if isinstance(module, FSDPModule):  # without a backward pass, what was gathered for the step stays gathered
                 module.reshard()
-        mean, tokens = totals[0] / totals[1], totals[1] / self.engine.mesh.tensor
+        mean, tokens = totals[0] / totals[1].clamp(min=1), totals[1] / self.engine.mesh.tensor
         return StepResult(("loss", "tokens"), torch.stack((mean, tokens)))
 
     def evaluated(self, batch: dict[str, Tensor]) -> Tensor:

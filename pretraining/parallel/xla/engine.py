@@ -46,7 +46,7 @@ class EvaluationSums(StepResult):
 
     def read(self) -> dict[str, float]:
         sums = super().read()
-        return {"loss": sums["loss"] / sums["tokens"], "tokens": sums["tokens"]}
+        return {"loss": sums["loss"] / max(sums["tokens"], 1), "tokens": sums["tokens"]}
 
 
 class XlaEngine:
