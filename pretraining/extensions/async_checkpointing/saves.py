@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import socket
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +19,8 @@ from pretraining.extensions.memory import available_memory
 class HostBuffer:
     """Host memory for copies of a state, kept from one save to the next.
 
-    Copying a gigabyte took 0.09 s into memory that was touched before and 0.33 to 2 s into new memory (2 cores).
+    Copying a gigabyte took 0.09 s into memory that was touched before, 0.33 to 2 s into new memory in pages of 4 KiB,
+    and 0.23 s into new memory in pages of 2 MiB (2 cores).
     """
 
     def __init__(self) -> None:
@@ -31,7 +34,10 @@ class HostBuffer:
         """Return at least `size` bytes, with any content."""
         if size > self.size:
             self._bytes = torch.empty(0, dtype=torch.uint8)  # freed before the next allocation
-            self._bytes = torch.empty(size, dtype=torch.uint8)
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with contextlib.suppress(OSError):  # a kernel without pages of 2 MiB
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         return self._bytes
 
 
