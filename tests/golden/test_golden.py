@@ -12,7 +12,7 @@ import pytest
 from tests.golden.runs import ENGINES, RECORD, continue_checkpoint, machine, train
 
 pytestmark = pytest.mark.slow
-CHOSEN = "XLA_FLAGS=--xla_backend_optimization_level=1"
+CHOSEN = "XLA_FLAGS=--xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false"
 Figures = list[dict[str, float]]
 
 
