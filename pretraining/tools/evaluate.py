@@ -99,8 +99,10 @@ class Scorer:
     def score(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation in nats, and whether its tokens are the likeliest ones.
 
-        Of a request that is too long, the last tokens are seen.
+        Of a request that is too long, the last tokens are seen. Raises UserError if not all of a continuation is.
         """
+        if (most := max((len(request.continuation) for request in requests), default=0)) > self.longest:
+            raise UserError(f"a task asks for {most} tokens at once, but the model sees {self.longest}: shorten them")
         rows = [(*request.context, *request.continuation)[-self.longest - 1 :] for request in requests]
         self.truncated += sum(
             len(row) < len(request.context) + len(request.continuation)
@@ -118,7 +120,13 @@ class Scorer:
         return results
 
     def continue_text(self, text: str, until: Sequence[str], count: int) -> str:
-        """Return what follows `text`: the likeliest tokens, at most `count`, until one of the texts `until`."""
+        """Return what follows `text`: the likeliest tokens, at most `count`, until one of the texts `until`.
+
+        Raises UserError if there is no room for `text`.
+        """
+        if count >= self.longest:
+            remedy = "give a smaller max_gen_toks in its generation_kwargs"
+            raise UserError(f"a task generates {count} tokens, but the model sees {self.longest}: {remedy}")
         tokens = self.tokenizer.encode_prompt(text)[-(self.longest - count) :]
         added: list[int] = []
         likeliest = sample(self.model, tokens, self.tokenizer.vocab_size, self.longest, lambda row: int(row.argmax()))
@@ -129,7 +137,7 @@ class Scorer:
             if any(stop in self.tokenizer.decode(added) for stop in until):
                 break
         written = self.tokenizer.decode(added)
-        return min((written.split(stop)[0] for stop in until if stop), key=len, default=written)
+        return min((written.split(stop)[0] for stop in until), key=len, default=written)
 
 
 def _likelihood(logits: Tensor, row: Sequence[int], count: int) -> tuple[float, bool]:
@@ -183,6 +191,7 @@ def harness_model(scorer: Scorer) -> Any:
     """Return the model as the harness calls it."""
     from lm_eval import utils
     from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import normalize_gen_kwargs
 
     from pretraining.extensions.questions.choices import Request
 
@@ -213,12 +222,11 @@ def harness_model(scorer: Scorer) -> Any:
         def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
             texts = []
             for request in requests:
-                context, options = request.args
-                if options.get("do_sample") and options.get("temperature", 1.0) > 0:
+                context, options = request.args[0], normalize_gen_kwargs(request.args[1])
+                if options["do_sample"] and options.get("temperature", 1.0) > 0:
                     raise UserError("a task samples its answers; only those with the likeliest tokens can be evaluated")
-                until = options.get("until") or []
-                stops = [until] if isinstance(until, str) else list(until)
-                texts.append(scorer.continue_text(context, stops, options.get("max_gen_toks", 256)))
+                stops = [stop for stop in options["until"] if stop]
+                texts.append(scorer.continue_text(context, stops, options["max_gen_toks"]))
             return texts
 
     return CheckpointModel()

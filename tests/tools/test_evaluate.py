@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +32,7 @@ from pretraining.tools.convert.convert import to_huggingface
 from pretraining.tools.evaluate import main
 from pretraining.tools.generate import load_model
 from tests.checkpoint.saving import save
+from tests.end_to_end.small import ROOT
 from tests.parallel.launch import run as run_command
 
 WORDS = ("quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "größe", "winter", "nights")
@@ -46,6 +49,13 @@ output_type: loglikelihood_rolling
 doc_to_text: ""
 doc_to_target: "{{context}} {{choices[0]}} {{context}} {{choices[1]}} {{context}} {{context}}"
 metric_list: [{metric: bits_per_byte}]
+""",
+    "own_short_continuation": """
+output_type: generate_until
+doc_to_text: "{{context}} quick"
+doc_to_target: "{{context}}"
+generation_kwargs: {until: "o", max_new_tokens: 3, temperature: 0.0}
+metric_list: [{metric: bleu}]
 """,
     "own_continuation": """
 output_type: generate_until
@@ -148,6 +158,34 @@ def test_the_harness_has_the_numbers_of_the_exported_model(folder: Path) -> None
     assert found["ours"].keys() == found["theirs"].keys() == TASKS.keys()
     for task, metrics in found["theirs"].items():
         assert metrics and found["ours"][task] == pytest.approx(metrics, rel=1e-6), task
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (
+            "output_type: generate_until\ndoc_to_text: quick\ndoc_to_target: fox\nmetric_list: [{metric: bleu}]\n"
+            "generation_kwargs: {until: [o], max_completion_tokens: 64, do_sample: false}",
+            "generates 64 tokens, but the model sees 64: give a smaller max_gen_toks",
+        ),
+        (
+            f"output_type: loglikelihood\ndoc_to_text: quick\ndoc_to_target: {'quick fox ' * 40}",
+            "asks for .* tokens at once, but the model sees 64",
+        ),
+    ],
+)
+def test_a_task_of_the_harness_that_leaves_no_room_for_its_text_is_refused(
+    folder: Path, tmp_path: Path, task: str, words: str
+) -> None:
+    pytest.importorskip("lm_eval")
+    source = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder}/own.jsonl}}}}\n"
+    (tmp_path / "own_long.yaml").write_text(f"task: own_long\ntest_split: test\n{source}{task}\n")
+    arguments = [str(folder), "--tasks=own_long", f"--include_path={tmp_path}", "--device=cpu"]
+    offline = {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    program = [sys.executable, "-m", "pretraining.tools.evaluate", *arguments]
+    done = subprocess.run(program, env=os.environ | offline, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and re.search(words, done.stderr) and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
