@@ -269,6 +269,16 @@ def test_the_exported_tokenizer_encodes_and_decodes_as_the_training_data_were(fi
     assert (adapters / file).read_bytes() == (exported / file).read_bytes()
 
 
+def test_the_end_of_a_document_is_exported_as_the_special_token_that_the_data_have(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    model = write_byte_level(path, ["a tag of HTML"], 300, ["<eos>"])
+    model.add_tokens(["</s>"])  # not special, as in Gemma's
+    model.save(str(path))
+    ids, files = export_tokenizer(str(path))
+    assert ids["eos_token_id"] == own_tokenizers().open_tokenizer(str(path)).separator == model.token_to_id("<eos>")
+    assert json.loads(files["tokenizer_config.json"])["eos_token"] == "<eos>"
+
+
 def test_transformers_reads_an_exported_tokenizer_without_sentencepiece_and_protobuf(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     source = Path(__file__).read_text()

@@ -68,5 +68,6 @@ def _tokenizer_json(path: Location) -> tuple[dict[str, int], dict[str, Any]]:
 
     added = read_json(path).get("added_tokens") or []
     known = {token["content"]: token["id"] for token in added}
-    end = next((token for token in END_OF_DOCUMENT if token in known), None)
+    special = [token["content"] for token in added if token["special"]]  # first, as the tokenizer of the data has it
+    end = next((token for names in (special, known) for token in END_OF_DOCUMENT if token in names), None)
     return ({"eos": known[end]}, {**FAST, "eos_token": end}) if end else ({}, FAST)
