@@ -6,6 +6,7 @@ import re
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -44,18 +45,31 @@ def test_a_mask_of_trained_tokens_under_another_name_is_refused(tmp_path: Path, 
     open_stream(settings(tmp_path / "data", seq_length=3))
 
 
+@pytest.mark.parametrize(
+    ("mask", "value"),
+    [([[0.0, 1.0, 0.25], [1.0, 1.0, 1.0]], "0.25"), ([[0, 1, 1], [1, -1, 1]], "-1"), ([["0", "1", "1"]] * 2, "0")],
+)
+def test_a_mask_of_weights_is_refused(tmp_path: Path, mask: list[list[Any]], value: str) -> None:
+    (tmp_path / "data").mkdir()
+    table = pa.table({"tokens": [[5, 6, 7], [8, 9, 10]], "loss_mask": mask})
+    corpora.write_parquet_table(tmp_path / "data" / "x.parquet", table)
+    with pytest.raises(UserError, match=f"loss_mask has {value}: write 1 where a token is trained, otherwise 0"):
+        open_stream(settings(tmp_path / "data", seq_length=3))
+
+
 @pytest.mark.parametrize("store", ["file", "stream", "parquet"])
 @pytest.mark.parametrize(
     ("mask", "labels", "refusal"),
     [
         ([[1, 1, 1], [1, 1, 1]], None, ""),
         ([[1, 1, 0], [1, 1, 1]], None, "attention_mask marks 1 tokens of padding, which would be trained"),
+        ([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]], None, "attention_mask marks 1 tokens of padding, which would be trained"),
         ([[1, 1, 0], [1, 1, 1]], [[5, 6, -100], [8, 9, 10]], ""),
         ([[0, 1, 1], [1, 1, 1]], [[-100, 6, 7], [8, 9, 10]], "attention_mask marks padding before a text"),
     ],
 )
 def test_padding_of_transformers_tokenizers_is_not_trained_as_text(
-    tmp_path: Path, store: str, mask: list[list[int]], labels: list[list[int]] | None, refusal: str
+    tmp_path: Path, store: str, mask: list[list[float]], labels: list[list[int]] | None, refusal: str
 ) -> None:
     (tmp_path / "data").mkdir()
     columns = {"input_ids": [[5, 6, 7], [8, 9, 10]], "attention_mask": mask} | ({"labels": labels} if labels else {})

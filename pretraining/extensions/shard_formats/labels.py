@@ -12,7 +12,7 @@ import numpy as np
 
 from pretraining.config.errors import UserError
 from pretraining.data.stores.arrow import NULLS, list_offsets
-from pretraining.data.stores.labels import BEGINS, IGNORED, LABELS, UNTRAINED
+from pretraining.data.stores.labels import BEGINS, IGNORED, LABELS, LOSS_MASK, UNTRAINED
 from pretraining.data.stores.shard import ShardContents, to_int32
 
 if TYPE_CHECKING:
@@ -63,6 +63,9 @@ def _mark(tokens: np.ndarray, batch: pa.RecordBatch, lengths: np.ndarray, path: 
     ids, labels = tokens.astype(np.int64), _values(batch.column(1), path)
     if len(ids) and (ids.min() < 0 or ids.max() >= BEGINS):
         raise UserError(f"{path}: token id {ids.min() if ids.min() < 0 else ids.max()} is outside 0..2^30-1")
+    if batch.schema.names[1] == LOSS_MASK and not (is_binary := np.isin(labels, (0, 1))).all():
+        wrong = labels[~is_binary][0]
+        raise UserError(f"{path}: {LOSS_MASK} has {wrong}: write 1 where a token is trained, otherwise 0")
     is_trained = labels != IGNORED if batch.schema.names[1] == LABELS else labels > 0
     if batch.schema.names[1] == LABELS and (labels != ids)[is_trained].any():
         raise UserError(f"{path}: a label is neither {IGNORED} nor the token at its own place: labels are not shifted")

@@ -39,7 +39,7 @@ def checked_columns(schema: pa.Schema, column: str) -> list[str]:
     packing = [] if POSITIONS in label_columns(schema, column) else [SEQUENCES, POSITIONS]
     lists = [field for field in schema if field.name in (MASK, *packing) and is_list(field.type)]
     kinds = {field.name: field.type.value_type for field in lists}
-    return [name for name, kind in kinds.items() if pa.types.is_integer(kind) or pa.types.is_boolean(kind)]
+    return [name for name, kind in kinds.items() if pa.types.is_primitive(kind)]
 
 
 def check_arrow_columns(path: str, column: str) -> None:
