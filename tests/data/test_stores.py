@@ -69,7 +69,10 @@ def test_a_column_of_another_name_is_chosen_by_flag(tmp_path: Path) -> None:
     table = pa.table({"text": ["a"] * 9, "input_ids": [[5, 6, 7, 8, 9]] * 9})
     corpora.write_arrow(tmp_path / "data" / "x.arrow", table)
     assert rows(open_stream(settings(tmp_path / "data", col_name="input_ids", sep_token=1)), 1)[0].max() == 9
-    with pytest.raises(UserError, match=r"no column 'tokens', it has text, input_ids: choose with --col_name"):
+    with pytest.raises(UserError, match=r"no single column 'tokens' among text, input_ids: choose with --col_name"):
+        open_stream(settings(tmp_path / "data"))
+    corpora.write_arrow(tmp_path / "data" / "x.arrow", table.rename_columns(["tokens", "tokens"]))
+    with pytest.raises(UserError, match=r"no single column 'tokens' among tokens, tokens: choose with --col_name"):
         open_stream(settings(tmp_path / "data"))
 
 

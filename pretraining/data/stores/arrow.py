@@ -209,8 +209,8 @@ def _schema_up_to(schema: pa.Schema, column: str) -> pa.Schema:
 
 def token_type(schema: pa.Schema, column: str, path: str) -> str:
     """Return the dtype of the ids in `column`. UserError if there is no such column, or it holds no token ids."""
-    if column not in schema.names:
-        raise UserError(f"{path}: no column {column!r}, it has {', '.join(schema.names)}: choose with --col_name")
+    if schema.get_field_index(column) < 0:  # of several columns of a name, too
+        raise UserError(f"{path}: no single column {column!r} among {', '.join(schema.names)}: choose with --col_name")
     kind = schema.field(column).type
     value = str(kind.value_type if is_list(kind) else kind)
     if value not in TOKEN_TYPES:
