@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 
 from pretraining.config.errors import Problem
 from pretraining.config.validate import problem
 from pretraining.models.checks import check_dimensions_are_set
 from pretraining.tools.plan.devices import PLAN_KINDS
-from pretraining.tools.plan.settings import PlanConfig
+from pretraining.tools.plan.settings import PlanConfig, parse_topology
 
 
 def check_plan(config: PlanConfig) -> Iterator[Problem]:
@@ -32,7 +31,7 @@ def check_topology(config: PlanConfig) -> Iterator[Problem]:
         tpus = ", ".join(name for name, kind in PLAN_KINDS.items() if kind.topology_axes)
         remedy = f"is a slice of TPUs, and plan_device_kind={config.plan_device_kind}; use {tpus}"
         yield problem(config, "plan_topology", remedy)
-    elif not re.fullmatch(r"[1-9]\d*" + r"x[1-9]\d*" * (axes - 1), config.plan_topology):
+    elif len(parse_topology(config.plan_topology)) != axes:
         example = "x".join(["4"] * axes)
         yield problem(config, "plan_topology", f"of {config.plan_device_kind} needs {axes} axes, such as {example}")
     elif config.plan_devices % topology_devices(config):
@@ -57,7 +56,7 @@ def check_compilation(config: PlanConfig) -> Iterator[Problem]:
 
 def topology_devices(config: PlanConfig) -> int:
     """Return the chips of plan_topology: on every generation since v4, a chip is one device."""
-    return math.prod(map(int, config.plan_topology.split("x")))
+    return math.prod(parse_topology(config.plan_topology))
 
 
 CHECKS = (check_plan, check_topology, check_compilation)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from pretraining.config.declaration import AtLeast, Common, Needs, OneOf, Resume
+from pretraining.config.declaration import AtLeast, Common, Grammar, Needs, OneOf, Resume
 from pretraining.config.training import TrainConfig
 from pretraining.tools.plan.devices import PLAN_KINDS
 
 COMMON = Common()
+
+
+def parse_topology(text: str) -> list[int]:
+    """Return the chips along each axis of a text such as "4x4"; none for a blank text. Raises ValueError."""
+    if text and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text):
+        raise ValueError(text)
+    return [int(chips) for chips in text.split("x") if chips]
+
+
+TOPOLOGY = Grammar(parse_topology, "chips along each axis, such as 4x4 or 4x4x4")
 
 
 @dataclass(frozen=True)
@@ -32,7 +43,7 @@ class PlanConfig(TrainConfig):
     plan_compile: Annotated[bool, Needs("plan"), Resume.FREE] = False
     """Also compile the step for plan_topology with the TPU's own compiler, and print its memory, collectives and
     operations next to those of the plan. Needs requirements/tpu-aot.txt, but no TPU."""
-    plan_topology: Annotated[str, Needs("plan"), Resume.FREE] = ""
+    plan_topology: Annotated[str, TOPOLOGY, Needs("plan"), Resume.FREE] = ""
     """Slice of TPUs, chips along each axis: 4x4 (v5e, v6e) or 4x4x4 (v4, v5p). plan_devices are one or several of them.
     Empty: the largest slice that Google offers whose chips divide plan_devices."""
     plan_json: Annotated[str, Needs("plan"), Resume.FREE] = ""

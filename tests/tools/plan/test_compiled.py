@@ -30,6 +30,7 @@ MODEL: dict[str, Any] = {
         ({"plan_topology": ""}, "--plan_compile=True +needs --plan_topology"),
         ({"plan_topology": "4"}, "plan_topology=4 +of tpu-v6e needs 2 axes, such as 4x4"),
         ({"plan_topology": "4x4x4"}, "needs 2 axes"),
+        ({"plan_topology": "4x"}, "plan_topology=4x +must be chips along each axis, such as 4x4"),
         ({"plan_topology": "4x4", "plan_devices": 8}, "has 16 chips, and plan_devices=8"),
         ({"plan_device_kind": "h100"}, "is a slice of TPUs, and plan_device_kind=h100; use tpu-v4"),
         ({"plan_search": True}, "compiles one configuration"),
