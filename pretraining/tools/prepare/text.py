@@ -327,8 +327,8 @@ def _rows(part: FileRange, key: str, on_error: OnError) -> Iterator[Document]:
     import pyarrow as pa
 
     with _open_parquet(part.path) as file:
-        if key not in (names := file.schema_arrow.names):
-            raise UserError(f"{part.path}: no column {key!r}, it has {', '.join(names)}: choose with --text_key")
+        if (names := file.schema_arrow.names).count(key) != 1:
+            raise UserError(f"{part.path}: no single column {key!r} among {', '.join(names)}: choose with --text_key")
         kind, before = file.schema_arrow.field(key).type, _rows_before(file, part.start)
         if str(kind.value_type if pa.types.is_dictionary(kind) else kind) not in _TEXT_TYPES:
             raise UserError(f"{part.path}: column {key!r} holds {kind}: it must hold text")

@@ -477,7 +477,8 @@ BAD_ROWS = {
     "a.jsonl, line 7": "has '.ud83d', half of a character",
     "b.parquet, row 2": "null in column 'text'",
     "b.parquet, row 5": "null in column 'text'",
-    "c.parquet": "no column 'text', it has body",
+    "c.parquet": "no single column 'text' among body",
+    "d.parquet": "no single column 'text' among text, text",
 }
 
 
@@ -495,6 +496,7 @@ def test_all_input_is_looked_at_first_and_what_cannot_be_read_is_named_together_
     (folder / "a.jsonl").write_text(ROWS, newline="")
     pq.write_table(pa.table({"text": ["x" + TEXT, None, "two", "three", None]}), folder / "b.parquet", row_group_size=2)
     pq.write_table(pa.table({"body": ["x"] * 4}), folder / "c.parquet", row_group_size=2)
+    pq.write_table(pa.table([pa.array(["x"])] * 2, names=["text", "text"]), folder / "d.parquet")
     (folder / "empty.txt").write_text("")
     (folder / "lines.txt").write_text("with\r\nCRLF " + TEXT, newline="")
     reasons = {name: reason for name, (_, reason) in UNREADABLE.items()} | BAD_ROWS
