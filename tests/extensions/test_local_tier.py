@@ -84,6 +84,14 @@ def test_local_checkpoints_alone_count_for_resume_and_the_folder_is_another_one(
         check_local_folder(cast(LocalTierConfig, config))
 
 
+def test_the_local_checkpoints_of_another_run_are_refused(tmp_path: Path) -> None:
+    local = {"ckpt_local_path": str(tmp_path / "local")}
+    run(tmp_path / "a", 2, **local)
+    check_local_folder(small_config(tmp_path / "a", **settings(tmp_path, **local), num_steps=9))
+    with pytest.raises(UserError, match=r"local: step_2 is of the run that saves to .*/a/checkpoints; give another"):
+        check_local_folder(small_config(tmp_path / "b", **settings(tmp_path, **local)))
+
+
 # ---- Several hosts
 
 

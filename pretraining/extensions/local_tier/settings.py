@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 from pretraining.config.declaration import AtLeast, Needs, Resume
 from pretraining.config.errors import Problem, UserError
 from pretraining.config.training import PER_HOST, TrainConfig
+from pretraining.config.validate import guarded
 from pretraining.extensions.checks import without_effect
 
 
@@ -20,9 +22,9 @@ class LocalTierConfig(TrainConfig):
     # ---- Checkpoints
     ckpt_local_path: Annotated[str, Resume.FREE, PER_HOST] = ""
     """Local folder of every host, for checkpoints every ckpt_local_interval steps between those in ckpt_save_path. Only
-    the newest is kept. A start continues from the newest step that is complete in either place, so that a process that
-    died costs few steps; after the loss of a host, or on another mesh of several hosts, it is that in ckpt_save_path.
-    Empty: none."""
+    the newest is kept; the folder is this run's own. A start continues from the newest step that is complete in either
+    place, so that a process that died costs few steps; after the loss of a host, or on another mesh of several hosts,
+    it is that in ckpt_save_path. Empty: none."""
     ckpt_local_interval: Annotated[int, AtLeast(1), Needs("ckpt_local_path"), Resume.FREE] = 100
     """Optimizer steps between checkpoints in ckpt_local_path."""
 
@@ -45,14 +47,23 @@ def check_local_path(config: LocalTierConfig) -> Iterator[Problem]:
 
 
 def check_local_folder(config: LocalTierConfig) -> None:
-    """Raise UserError if ckpt_local_path is the folder of the run's other checkpoints."""
+    """Raise UserError if ckpt_local_path is the folder of the run's other checkpoints, or has those of another run."""
     if not config.ckpt_local_path:
         return
+    from pretraining.checkpoint.files import UnreadableError
+    from pretraining.checkpoint.folder import find_checkpoints
+    from pretraining.checkpoint.manifest import open_checkpoint
     from pretraining.checkpoint.restoring import checkpoint_folder
 
     folder = checkpoint_folder(config, config.run_folder)
     if Path(config.ckpt_local_path).resolve() == folder.resolve():
         raise UserError(f"--ckpt_local_path={folder}: is the folder of the other checkpoints; give another one")
+    for path in find_checkpoints(Path(config.ckpt_local_path)).committed:
+        with suppress(UnreadableError):  # which a start passes over
+            vars(saved := guarded(config, ())).update(open_checkpoint(path).facts.config)
+            if (other := checkpoint_folder(saved, saved.run_folder)).resolve() != folder.resolve():
+                remedy = f"is of the run that saves to {other}; give another folder, or remove {path}"
+                raise UserError(f"--ckpt_local_path={config.ckpt_local_path}: {path.name} {remedy}")
 
 
 CHECKS = (check_local_path,)
