@@ -7,10 +7,13 @@ Pure arithmetic on the shape of a model and the kind of a device. MFU (model FLO
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
-from pretraining.config.variants import ModelShape
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import ModelShape, model_shape
 from pretraining.extensions.devices import DeviceKind
+from pretraining.extensions.projections import PROJECTIONS
 
 
 class FlopsPerToken(NamedTuple):
@@ -20,18 +23,37 @@ class FlopsPerToken(NamedTuple):
     causal: int  # only the half of it that a causal mask leaves: 6 N + 6 L d S; "mfu_causal"
 
 
-def flops_per_token(shape: ModelShape, seq_length: int) -> FlopsPerToken:
-    """Return the FLOPs of training on one token of a sequence of `seq_length`.
+def training_flops(config: TrainConfig, seq_length: int) -> FlopsPerToken:
+    """Return the FLOPs of training on one token of a sequence of `seq_length`, as `config` says."""
+    return flops_per_token(model_shape(config), seq_length, frozen_weights(config))
+
+
+@cache
+def frozen_weights(config: TrainConfig) -> int:
+    """Return the weights of matrix products that are not trained, such as those next to adapters."""
+    if all(config.is_trained(f"model.layers.0.{name}.weight") for name in PROJECTIONS):
+        return 0  # a search plans thousands of configurations, and a model on meta takes 10 to 25 ms
+    from pretraining.models.init import on_meta  # imports torch
+
+    weights = on_meta(config).named_parameters()
+    frozen = {name: weight.numel() for name, weight in weights if weight.dim() > 1 and not config.is_trained(name)}
+    return sum(size for name, size in frozen.items() if ".embed_" not in name or config.tie_word_embeddings)
+
+
+def flops_per_token(shape: ModelShape, seq_length: int, frozen: int = 0) -> FlopsPerToken:
+    """Return the FLOPs of training on one token of a sequence of `seq_length`. frozen: see frozen_weights.
 
     6 N: two per weight in the forward pass, four in the backward. N is every parameter except the input embedding,
     which is a lookup (torchtitan and nanochat leave it out too; fms-fsdp's published figures leave it in, 2 % more at
-    7 B). The output head is in. 12 L d S: the scores and their product with the values in L layers, where d is
-    heads x head_dim and S the sequence length.
+    7 B). The output head is in. Of a frozen weight there is no gradient, so it takes four; adapters are not counted.
+    12 L d S: the scores and their product with the values in L layers, where d is heads x head_dim and S the sequence
+    length.
     """
     lookup = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size
     weights = shape.parameters - lookup
     attention = 12 * shape.num_layers * shape.num_attention_heads * shape.head_dim * seq_length
-    return FlopsPerToken(6 * weights + attention, 6 * weights + attention // 2)
+    products = 6 * weights - 2 * frozen
+    return FlopsPerToken(products + attention, products + attention // 2)
 
 
 @dataclass(frozen=True)

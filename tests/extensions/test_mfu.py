@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
+from main_training import CONFIGURATION
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS, model_shape
 from pretraining.extensions.devices import DEVICE_KINDS, DeviceKind, kind_of
-from pretraining.extensions.flops import Meter, flops_per_token
+from pretraining.extensions.flops import Meter, flops_per_token, training_flops
 from pretraining.models.llama import Llama
 
 
@@ -26,6 +27,17 @@ def test_the_formula_equals_the_matrix_products_of_the_model(variant: str) -> No
     shape = model_shape(config)
     norms = 6 * shape.hidden_size * (2 * shape.num_layers + 1)  # in N, but no matrix product
     assert counter.get_total_flops() == 256 * (flops_per_token(shape, 256).full - norms)
+
+
+def test_a_frozen_weight_below_adapters_takes_two_thirds_of_the_operations() -> None:
+    pytest.importorskip("pretraining.extensions.lora")
+    config = CONFIGURATION(model_variant="llama3_8b", num_layers=3, seq_length=256, lora_rank=1)
+    with torch.device("meta"):
+        model = Llama(config)
+        with FlopCounterMode(display=False) as counter:
+            model(torch.zeros(1, 256, dtype=torch.long)).sum().backward()
+    # The counter has the adapters, and no gradient of the input of the first block.
+    assert counter.get_total_flops() == pytest.approx(256 * training_flops(config, 256).full, rel=0.02)
 
 
 def test_fms_fsdps_published_mfu_of_7b_on_a100_is_met() -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 from pretraining.config.errors import counted
 from pretraining.config.extension import Watcher
-from pretraining.config.variants import model_shape
-from pretraining.extensions.flops import Meter, flops_per_token
+from pretraining.extensions.flops import Meter, training_flops
 from pretraining.extensions.units import flop, size
 from pretraining.monitor.figures import percent
 from pretraining.run.reports import begins_rows
@@ -35,7 +34,7 @@ class Benchmark(Watcher):
     def finish(self) -> None:
         """Print the summary, in process 0."""
         run, config, engine = self._run, self._run.config, self._run.engine
-        flops, kind = flops_per_token(model_shape(config), config.seq_length), config.device_kind(engine.device_name)
+        flops, kind = training_flops(config, config.seq_length), config.device_kind(engine.device_name)
         meter = Meter(config.tokens_per_step, engine.mesh.size, flops, kind)
         first, compiles = run.account.seconds()["compile"], engine.compiles
         if first:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from pretraining.config.extension import Extension, Watcher
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import model_shape
 from pretraining.extensions.devices import DeviceKind, kind_of
-from pretraining.extensions.flops import flops_per_token, utilisation
+from pretraining.extensions.flops import training_flops, utilisation
 
 if TYPE_CHECKING:
     from pretraining.run.training_run import TrainingRun
@@ -33,7 +32,7 @@ class Mfu(Watcher):
 
     def figures(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """See Watcher."""
-        full, causal = flops_per_token(model_shape(self._config), self._config.row_length(record["step"]))
+        full, causal = training_flops(self._config, self._config.row_length(record["step"]))
         tokens = record["tokens_per_second_per_device"]
         return {"mfu": utilisation(tokens, full, self._kind), "mfu_causal": utilisation(tokens, causal, self._kind)}
 

@@ -14,7 +14,7 @@ from pretraining.config.extension import Extension
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import ModelShape, model_shape
 from pretraining.extensions.devices import DeviceKind
-from pretraining.extensions.flops import flops_per_token
+from pretraining.extensions.flops import frozen_weights, training_flops
 from pretraining.extensions.state_bytes import state_bytes
 from pretraining.extensions.units import amount, describe_micro_batches, flop, size
 from pretraining.optim.precision import precision_of
@@ -93,8 +93,9 @@ def _model(config: TrainConfig) -> str:
 
 
 def _flops(config: TrainConfig) -> str:
-    full, causal = flops_per_token(model_shape(config), config.seq_length)
-    return f"{flop(full)} (6N + 12LdS), {flop(causal)} with causal attention counted half"
+    full, causal = training_flops(config, config.seq_length)
+    formula = "6N + 12LdS" + ", 4 of a frozen weight" * bool(frozen_weights(config))
+    return f"{flop(full)} ({formula}), {flop(causal)} with causal attention counted half"
 
 
 def _devices(mesh: Mapping[str, int], device_name: str) -> str:

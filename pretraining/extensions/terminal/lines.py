@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import model_shape
-from pretraining.extensions.flops import flops_per_token
+from pretraining.extensions.flops import training_flops
 from pretraining.extensions.units import flop
 
 RED, GREEN, YELLOW, CYAN, DIM = "31", "32", "33", "36", "2"  # parameters of the escape sequence ESC [ n m
@@ -66,7 +65,7 @@ def _speed(record: Mapping[str, Any], config: TrainConfig) -> str:
     """Return the time of a step and FLOP/s per device, where the record is that of a step."""
     if "step_time" not in record:
         return ""
-    full, _ = flops_per_token(model_shape(config), config.row_length(record["step"]))
+    full, _ = training_flops(config, config.row_length(record["step"]))
     return f"  {record['step_time']:.3g} s/step  {flop(full * record['tokens_per_second_per_device'])}/s/device"
 
 

@@ -19,7 +19,7 @@ from pretraining.config.support import unsupported
 from pretraining.config.training import ShardingStrategy
 from pretraining.config.validate import problems
 from pretraining.config.variants import model_shape
-from pretraining.extensions.flops import flops_per_token
+from pretraining.extensions.flops import flops_per_token, frozen_weights, training_flops
 from pretraining.extensions.state_bytes import StateTensor, state_tensors
 from pretraining.models.checks import CHECKS as MODEL_CHECKS
 from pretraining.parallel.checks import CHECKS as PARALLEL_CHECKS
@@ -114,7 +114,7 @@ def plan_of(config: PlanConfig) -> Plan:
         weights=weights,
         stage_memory=stage_memory,
         collectives=sent,
-        flops=flops_per_token(model_shape(config), config.seq_length).full,
+        flops=training_flops(config, config.seq_length).full,
         executed=executed,
         compute_seconds=executed / (kind.device.peak_flops * kind.efficiency),
         overlapped_seconds=sum(seconds) - exposed,
@@ -136,7 +136,7 @@ def executed_flops(config: PlanConfig, weights: list[StateTensor]) -> float:
     layer = sum(math.prod(weight.shape) for weight in blocks)
     repeated = sum(math.prod(weight.shape) for weight in blocks if "down_proj" not in weight.name)
     again = 2 * sum(model_mask(config)) * (repeated + scores / shape.num_layers)
-    of_blocks = 6 * shape.num_layers * layer + 7 * scores + again
+    of_blocks = 6 * shape.num_layers * layer - 2 * frozen_weights(config) + 7 * scores + again
     of_others = flops_per_token(shape, config.seq_length).causal - 6 * (shape.num_layers * layer + scores)
     if engine_of(config) == "xla":
         return (
