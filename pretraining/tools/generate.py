@@ -46,6 +46,7 @@ from pretraining.tools.arguments import ArgumentParser, ends_on_mistakes
 if TYPE_CHECKING:
     from pretraining.extensions.tokenizers.tokenizer import Tokenizer
 
+COLDEST = 1e-30  # temperature below which a logit divided by it may be infinite, and the likeliest token is certain
 INCOMPLETE = "\ufffd"  # what tokenizers decode the first bytes of a character to
 
 
@@ -67,7 +68,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max_new_tokens", type=positive, default=100, help="tokens to add at most")
     parser.add_argument("--temperature", type=not_negative, default=0.8, help="0 takes the likeliest token")
     parser.add_argument("--top_k", type=whole, default=50, help="choose among the k likeliest tokens; 0: among all")
-    parser.add_argument("--seed", type=whole, default=0, help="the same seed gives the same text")
+    parser.add_argument("--seed", type=seed, default=0, help="the same seed gives the same text")
     return parser.parse_args(arguments)
 
 
@@ -84,6 +85,13 @@ def add_checkpoint(parser: ArgumentParser) -> None:
 def whole(text: str) -> int:
     """Read a whole number, 0 or above."""
     if (value := int(text)) < 0:
+        raise ValueError
+    return value
+
+
+def seed(text: str) -> int:
+    """Read a whole number that torch takes as a seed."""
+    if (value := whole(text)) >= 2**64:
         raise ValueError
     return value
 
@@ -231,7 +239,7 @@ def sample(
 
 def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
     """Draw a token from logits [V]: the likeliest at temperature 0, else from the softmax over the top k (0: all)."""
-    if temperature == 0:
+    if temperature < COLDEST:
         return int(logits.argmax())
     values, ids = logits.topk(min(top_k or len(logits), len(logits)))
     chosen = torch.multinomial((values / temperature).softmax(-1), 1, generator=generator)

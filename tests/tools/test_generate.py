@@ -47,9 +47,9 @@ logit_lists = st.lists(st.floats(-20, 20), min_size=2, max_size=30, unique=True)
 
 @given(logit_lists, st.integers(0, 2**31))
 def test_temperature_0_and_top_1_take_the_likeliest_token(logits: list[float], seed: int) -> None:
-    values = torch.tensor(logits, dtype=torch.float64)
-    drawn = [sample_token(values, heat, top, generator(seed)) for heat, top in ((0.0, 0), (2.0, 1))]
-    assert drawn == [int(values.argmax())] * 2
+    values = torch.tensor(logits, dtype=torch.float64).float()
+    drawn = [sample_token(values, heat, top, generator(seed)) for heat, top in ((0.0, 0), (1e-42, 0), (2.0, 1))]
+    assert [logits[token] for token in drawn] == pytest.approx([max(logits)] * 3, abs=1e-5)
 
 
 @given(logit_lists, st.integers(1, 30), st.floats(0.1, 5), st.integers(0, 2**31))
@@ -286,6 +286,7 @@ def test_another_tokenizer_than_that_of_the_runs_data_is_refused(
         (["{run}", "--top_k=-1"], "--top_k"),
         (["{run}", "--max_new_tokens=0"], "--max_new_tokens"),
         (["{run}", "--temperature=nan"], "--temperature"),
+        (["{run}", f"--seed={2**64}"], "--seed"),
         (["{run}", "--promt=x"], "--promt"),
         (["{run}", "--top_k=--"], "--top_k"),
         (["{other}"], "config.json: ckpt_save_path=3 is no path"),
