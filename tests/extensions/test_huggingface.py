@@ -198,6 +198,9 @@ def test_the_commands_work_and_a_used_target_is_refused(tmp_path: Path, capsys: 
     assert "exists already" in capsys.readouterr().err
     assert main([str(tmp_path / "run"), str(tmp_path / "other"), "--tokenizer_path=gone.model"]) == 2
     assert "--tokenizer_path=gone.model: no such file" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path / "run"), str(tmp_path / "other"), "--shard_size=inf"])
+    assert "--shard_size: invalid whole_bytes value: 'inf'" in capsys.readouterr().err
     assert not list(tmp_path.glob("other*"))
 
 

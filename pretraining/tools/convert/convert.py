@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -78,7 +79,7 @@ if TYPE_CHECKING:
     from pretraining.extensions.lora.settings import LoraConfig
 
 CHOICES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SHARD_SIZE = 5e9  # bytes of one file, transformers' default before version 5
+SHARD_SIZE = 5_000_000_000  # bytes of one file, transformers' default before version 5
 ADAPTER = "lora_adapter"  # folder next to the base model
 ALONE = Peers(together=False)
 
@@ -117,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file = read_trainer_file(flags.export_config, more)
             print(to_ranks(source, flags.target, file, dtype, flags.vocab_size, flags.hw_backend, others))
             return 0
-        print(to_huggingface(source, flags.target, dtype, flags.tokenizer_path, int(flags.shard_size), others))
+        print(to_huggingface(source, flags.target, dtype, flags.tokenizer_path, flags.shard_size, others))
     return 0
 
 
@@ -174,9 +175,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--neox_gated_ffn", default="", help="as in training, for the file of --import_config")
     parser.add_argument(
-        "--shard_size", type=float, default=SHARD_SIZE, help="bytes of a file at most (default: %(default)g)"
+        "--shard_size", type=whole_bytes, default=SHARD_SIZE, help="bytes of a file at most (default: %(default)g)"
     )
     return parser.parse_args(arguments)
+
+
+def whole_bytes(text: str) -> int:
+    """Read a number of bytes, 1 or above, such as 5e9."""
+    if not 1 <= (value := float(text)) < math.inf:
+        raise ValueError
+    return int(value)
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
@@ -201,7 +209,7 @@ def to_huggingface(
     target: Path,
     dtype: torch.dtype | None = None,
     tokenizer_path: str = "",
-    shard_size: int = int(SHARD_SIZE),
+    shard_size: int = SHARD_SIZE,
     others: Sequence[Checkpoint] = (),
 ) -> Path:
     """Write the weights of `checkpoint` to the new folder `target`, which appears when it is complete.
