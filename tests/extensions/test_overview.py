@@ -93,8 +93,11 @@ def test_settings_without_effect_are_named() -> None:
     config = CONFIGURATION(val_steps=5, test_data_path="held", num_epochs=2, use_dummy_dataset=True)
     assert settings_without_effect(config, EXTENSIONS) == [
         "val_steps: no effect without val_interval",
-        "test_data_path: no effect without test_steps",
+        "test_data_path: no effect with use_dummy_dataset",
         "num_epochs: no effect with use_dummy_dataset",
     ]
+    mixed = CONFIGURATION(datasets="a,b", split="9,1", shuffle="none", use_dummy_dataset=True)
+    names = [line.split(":")[0] for line in settings_without_effect(mixed, EXTENSIONS)]
+    assert names == ["datasets", "split", "shuffle"]
     used = CONFIGURATION(val_steps=5, val_interval=9, num_epochs=2)
     assert settings_without_effect(used, EXTENSIONS) == []

@@ -23,6 +23,31 @@ from pretraining.parallel.engine import Engine
 from pretraining.parallel.mesh import Mesh, kv_repeats
 from pretraining.parallel.recompute import model_mask
 
+# Settings of token shards, which counters do not have.
+DATA_SETTINGS = (
+    "data_path",
+    "datasets",
+    "weights",
+    "logical_shards",
+    "sep_token",
+    "eos_token",
+    "bos_token",
+    "bol_token",
+    "eol_token",
+    "strip_tokens",
+    "file_type",
+    "split",
+    "max_samples",
+    "num_epochs",
+    "shuffle",
+    "eod_mask_loss",
+    "accept_data_changes",
+    "valid_data_path",
+    "valid_datasets",
+    "valid_weights",
+    "test_data_path",
+)
+
 
 def describe_run(config: TrainConfig, engine: Engine, extensions: Sequence[Extension]) -> str:
     """Return the facts that follow from the configuration and the engine's devices, as lines of text."""
@@ -45,7 +70,7 @@ def settings_without_effect(config: TrainConfig, extensions: Sequence[Extension]
     switches = [item for table in (each.switches for each in extensions) for item in table.items()]
     reasons = {name: f"without {switch}" for switch, names in switches if not getattr(config, switch) for name in names}
     if config.use_dummy_dataset:
-        reasons |= dict.fromkeys(("data_path", "num_epochs"), "with use_dummy_dataset")
+        reasons |= dict.fromkeys(DATA_SETTINGS, "with use_dummy_dataset")
     changed = (name for name in reasons if getattr(config, name) != settings_of(type(config))[name].default)
     return [f"{name}: no effect {reasons[name]}" for name in changed]
 
