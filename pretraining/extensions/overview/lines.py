@@ -204,7 +204,8 @@ def notes(config: TrainConfig, shape: ModelShape, mesh: Mesh, engine: str, linke
     """
     lines = config.division.notes(engine)
     if config.sharding_strategy == "hsdp" and not config.sharding_group_size and linked and mesh.size > 1:
-        lines.append(f"hsdp: {mesh.replica} groups of {mesh.shard}, because {linked}; see --sharding_group_size")
+        groups = f"{counted(mesh.replica, 'group')} of {mesh.shard}"
+        lines.append(f"hsdp: {groups}, because {linked}; see --sharding_group_size")
     if config.sequence_parallel and mesh.tensor == 1:
         lines.append("sequence_parallel: off, because tensor_parallel_size is 1")
     if config.sharding_strategy in ("zero1", "zero2") and mesh.shard * mesh.context == 1:
