@@ -39,9 +39,9 @@ def check_starting_point(config: TrainConfig, log_dir: Path, shapes: Mapping[str
     for path in checkpoints:
         try:
             checkpoint = open_checkpoint(path)
-        except UnreadableError:
+        except UnreadableError as error:
             if config.resume == "must" and path not in local:
-                raise
+                raise UserError(f"{error}; --resume=auto continues from an earlier one") from error
         else:
             check_resume(checkpoint.facts.config, config)
             start.check_own(checkpoint, shapes, is_complete=path not in local)
@@ -133,7 +133,7 @@ class Restoring:
                 self.load(checkpoint, names)
             except UnreadableError as error:
                 if self.config.resume == "must" and path not in local:
-                    raise
+                    raise UserError(f"{error}; --resume=auto continues from an earlier one") from error
                 self.peers.say(f"{error}; this checkpoint is skipped")
                 continue
             self.state.commit(restart_optimizer=restart)
