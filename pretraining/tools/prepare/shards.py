@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ class ShardWriter:
 
         if columns[0]:
             arrays = [pa.array(lists, kind) for lists, kind in zip(columns, self._schema.types, strict=True)]
-            self._writer.write(pa.record_batch(arrays, schema=self._schema))
+            with _named(self._path):
+                self._writer.write(pa.record_batch(arrays, schema=self._schema))
         self.documents += len(columns[0])
         self.tokens += sum(map(len, columns[0]))
 
@@ -69,8 +71,9 @@ class ShardWriter:
     def close(self) -> dict[str, Any]:
         """Rename the shard into place and return its record; without documents there is no shard."""
         self._write_rows()
-        self._writer.close()
-        self._file.close()
+        with _named(self._path):
+            self._writer.close()
+            self._file.close()
         record = {"name": self._path.name, "documents": self.documents, "tokens": self.tokens}
         if not self.documents:
             self._temporary.unlink()
@@ -81,6 +84,17 @@ class ShardWriter:
         record["blocks"] = block_sums(self._temporary)
         self._temporary.replace(self._path)
         return record
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Add the path to an error of the system: pyarrow's do not have it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
 
 
 def block_sums(path: Path) -> list[str]:

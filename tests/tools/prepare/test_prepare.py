@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -35,6 +36,7 @@ from pretraining.extensions.tokenizers.tokenizer import open_tokenizer
 from pretraining.tools import inspect_data
 from pretraining.tools.inspect_data import verify_dataset, whole_corpus
 from pretraining.tools.prepare import prepare
+from pretraining.tools.prepare.shards import ShardWriter
 from pretraining.tools.prepare.text import FileRange, divide, read_documents
 from tests.data.corpora import rows
 from tests.faults.damage import flip_bit_at
@@ -625,3 +627,15 @@ def test_files_at_urls_are_read_through_fsspec(
 def test_the_time_for_a_terabyte_follows_from_the_speed_of_a_process() -> None:
     assert "2.00 MB/s of text per process" in (line := prepare.describe_speed(20_000_000, 10.0))
     assert "1 TB takes 139 core-hours, for example 2.2 hours on 64 cores" in line
+
+
+def test_a_shard_that_the_system_refuses_to_write_is_named(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    writer = ShardWriter(tmp_path / "part-00000.arrow", vocab_size=64, columns=("tokens",))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4_096, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*part-00000\.arrow'") as refused:
+            writer.write([[[1] * 9_999]])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert refused.value.filename == str(tmp_path / "part-00000.arrow")
