@@ -82,7 +82,8 @@ def _scale(name: str) -> KeyMapping:
     """A setting of the loss scale; NeMo's first scale is a number, ours a power of two."""
 
     def convert(value: Any, source: ForeignConfig) -> Conversion:
-        if _precision(source.get("trainer.precision"), source).values.get("precision") != "fp16":
+        named = _precision(source.get("trainer.precision"), source).values.get("precision")
+        if named != "fp16" or shared.is_replaced(source):
             return ignored("read with precision 16 alone")
         if name != "initial_scale_power":
             return mapped(**{name: value})

@@ -34,6 +34,7 @@ from pretraining.tools.importing.shared import (
     WORKERS,
     corpora,
     half,
+    is_replaced,
     micro_batch_sizes,
     names_parts,
     planned_devices,
@@ -194,7 +195,7 @@ def _scale(name: str) -> KeyMapping:
     """A setting of the loss scale."""
 
     def convert(value: Any, source: ForeignConfig) -> Conversion:
-        if "fp16" not in _decided(source):
+        if "fp16" not in _decided(source) or is_replaced(source):
             return ignored("fp16 is off, or another precision is meant")
         return mapped(**{name: value})
 

@@ -170,6 +170,11 @@ def half(source: ForeignConfig) -> Conversion:
     return precision("fp16")
 
 
+def is_replaced(source: ForeignConfig) -> bool:
+    """Return whether a flag names another precision than fp16, without the loss scale of the file."""
+    return source.has_flag("precision", "mixed_precision") and source.flags.get("precision") != "fp16"
+
+
 # ---- optimizer
 
 

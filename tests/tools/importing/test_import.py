@@ -306,6 +306,26 @@ def test_a_flag_takes_its_companion_with_it(tmp_path: Path) -> None:
     assert config(tree("neox"), tmp_path, lr_warmup_steps="2").lr_warmup_ratio is None
 
 
+@pytest.mark.parametrize("flag", [{"precision": "mixed_bf16"}, {"mixed_precision": "False"}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("neox", {"fp16": {"enabled": True, "initial_scale_power": 12}}),
+        ("nemo", {"trainer.precision": 16, "model.native_amp_init_scale": 4096}),
+    ],
+)
+def test_a_precision_without_a_loss_scale_leaves_out_the_file_s(
+    kind: str, keys: dict[str, Any], flag: dict[str, str], tmp_path: Path
+) -> None:
+    node = tree(kind)
+    for key, value in keys.items():
+        put(node, key, value)
+    engine = {"engine": "torch"}
+    assert config(node, tmp_path, **engine).precision == "fp16"
+    assert asdict(config(node, tmp_path, **engine, precision="fp16"))["initial_scale_power"] == 12
+    assert asdict(config(node, tmp_path, **engine, **flag))["initial_scale_power"] == 16
+
+
 @pytest.mark.parametrize("suffix", ["json", "yaml"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_resolved_configuration_reads_back_as_itself(kind: str, suffix: str, tmp_path: Path) -> None:
