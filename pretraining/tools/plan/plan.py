@@ -168,11 +168,14 @@ def _rate(collective: Collective, mesh: Mesh, kind: PlanKind, island: Island) ->
 
 
 def nearest_fit(plan: Plan) -> PlanConfig | None:
-    """Return the configuration after the smallest of some changes that makes it fit; None if none of them does."""
+    """Return the configuration after the smallest of some changes that makes it fit; None if none of them does.
+
+    The global batch is the same wherever the devices and micro-batches divide it.
+    """
     config, devices = plan.config, plan.config.plan_devices
     accumulated = config.gradient_accumulation_steps if has_stages(config) else None
-    batch: dict[str, Any] = {"global_batch_size": None, "gradient_accumulation_steps": accumulated}
-    batch |= {"rampup_batch_size": ""} if hasattr(config, "rampup_batch_size") else {}  # of an extension
+    other_batch: dict[str, Any] = {"global_batch_size": None, "gradient_accumulation_steps": accumulated}
+    other_batch |= {"rampup_batch_size": ""} if hasattr(config, "rampup_batch_size") else {}  # of an extension
     recompute = {"fsdp_activation_checkpointing": True, "selective_checkpointing": "1"}
     shard: dict[str, Any] = {"sharding_strategy": "fsdp", "sharding_group_size": 0}
     smallest = {**shard, **recompute, "batch_size": 1}
@@ -185,7 +188,7 @@ def nearest_fit(plan: Plan) -> PlanConfig | None:
         *({**smallest, "tensor_parallel_size": ranks} for ranks in (2, 4, 8)),
         *({**smallest, "plan_devices": devices * factor} for factor in (2, 4, 8, 16)),
     ]
-    for change in changes:
+    for change, batch in product(changes, ({"gradient_accumulation_steps": None}, other_batch)):
         other = _plan_if_valid(replace(config, **{**batch, **change}))
         if other and other.fits:
             return other.config

@@ -116,8 +116,10 @@ def test_what_does_not_fit_says_so_names_the_nearest_change_and_ends_well(capsys
     said = capsys.readouterr().out
     assert "does not fit" in said
     assert "nearest" in said
-    change = nearest_fit(plan_of(config(batch_size=64, fsdp_activation_checkpointing=False)))
+    asked = plan_of(config(batch_size=64, fsdp_activation_checkpointing=False))
+    change = nearest_fit(asked)
     assert change is not None and plan_of(change).fits
+    assert change.global_batch_size == asked.config.global_batch_size
 
 
 @pytest.mark.parametrize(
