@@ -22,7 +22,7 @@ from torch import Tensor
 
 from main_training import CONFIGURATION
 from pretraining.checkpoint.compatibility import saved_config
-from pretraining.checkpoint.manifest import Checkpoint, open_checkpoint
+from pretraining.checkpoint.manifest import HEAD, Checkpoint, open_checkpoint
 from pretraining.checkpoint.store import is_weight
 from pretraining.config.errors import UserError
 from pretraining.config.script import exit_with
@@ -210,7 +210,9 @@ def base_weights(checkpoint: Checkpoint, config: TrainConfig) -> dict[str, Tenso
         from pretraining.extensions.other_weights.checks import check_base
 
         check_base(checkpoint.path, checkpoint.facts, config, "put those there")
-        return read_tensors(open_any_checkpoint(location(config.ckpt_load_path)), is_weight)
+        tied = model_shape(config).tie_word_embeddings  # Hugging Face's format is read with a head of its own
+        base = open_any_checkpoint(location(config.ckpt_load_path))
+        return read_tensors(base, lambda name: is_weight(name) and not (tied and name == HEAD))
     return {name: weight.detach() for name, weight in build_model(config).named_parameters()}
 
 

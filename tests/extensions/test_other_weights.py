@@ -22,7 +22,7 @@ from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.extensions.checkpoints import newest_checkpoint, read_tensors
 from pretraining.run.start import parameter_shapes
-from pretraining.tools.generate import base_weights
+from pretraining.tools.generate import base_weights, load_model
 from tests.checkpoint.small_run import PlainTrainee, open_run, small_config, train
 from tests.checkpoint.test_checkpoints import check_start_of, run
 from tests.selection import needs
@@ -175,6 +175,21 @@ def test_another_rotary_base_needs_strict_load_off(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="rope_theta"):
         run(tmp_path / "b", ckpt_load_path=str(tmp_path), rope_theta=5e5)
     assert len(run(tmp_path / "b", ckpt_load_path=str(tmp_path), rope_theta=5e5, strict_load=False)) == 8
+
+
+@needs("huggingface", "lora")
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_adapters_of_a_model_with_a_tied_head_are_read_with_their_base(tmp_path: Path, is_ours: bool) -> None:
+    base, log_dir = tmp_path / "base", tmp_path / "lora"
+    run(base, num_steps=2, tie_word_embeddings=True)
+    from pretraining.tools.convert.convert import to_huggingface
+
+    exported = to_huggingface(open_checkpoint(newest_checkpoint(base)), tmp_path / "hf")
+    path = str(base if is_ours else exported)
+    config = small_config(log_dir, num_steps=2, lora_rank=2, ckpt_load_path=path, tie_word_embeddings=True)
+    train(config, lambda step, loss: None)
+    checkpoint = open_checkpoint(newest_checkpoint(log_dir))
+    load_model(config, {**base_weights(checkpoint, config), **read_tensors(checkpoint, is_weight)})
 
 
 @needs("huggingface", "lora")
