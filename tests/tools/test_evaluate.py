@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -29,7 +30,7 @@ from pretraining.extensions.tokenizers.tokenizer import open_tokenizer
 from pretraining.extensions.tokenizers.tokenizer import train as train_tokenizer
 from pretraining.models.init import build_model
 from pretraining.tools.convert.convert import to_huggingface
-from pretraining.tools.evaluate import main
+from pretraining.tools.evaluate import Results, main
 from pretraining.tools.generate import load_model
 from tests.checkpoint.saving import save
 from tests.end_to_end.small import ROOT
@@ -70,7 +71,7 @@ COMPARISON = """
 import json, sys
 import lm_eval
 from lm_eval.tasks import TaskManager
-from pretraining.tools.evaluate import main
+from pretraining.tools.evaluate import Results, main
 from pretraining.tools.generate import load_model
 folder, *tasks = sys.argv[1:]
 assert main([f"{folder}/step_1", f"--tasks={','.join(tasks)}", f"--include_path={folder}", f"--output={folder}/r.json",
@@ -220,3 +221,12 @@ def test_what_is_missing_is_named(
     assert main([str(folder), "--tasks=hellaswag"]) == 2
     message = capsys.readouterr().err
     assert "--tasks=hellaswag" in message and "pip install lm_eval==" in message
+
+
+def test_data_that_cannot_be_reached_are_no_fault_of_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(flags: argparse.Namespace) -> Results:
+        raise ConnectionError("Couldn't reach it")  # as Hugging Face's datasets without a network
+
+    monkeypatch.setattr("pretraining.tools.evaluate.evaluate", unreachable)
+    with pytest.raises(ConnectionError, match="reach it"):
+        main(["run", "--tasks=hellaswag"])
