@@ -74,7 +74,7 @@ class Interrupt:
 
     def __init__(self, processes: int, timeout: int) -> None:
         """timeout: seconds that processes wait."""
-        self._signal, self._received = 0, 0.0
+        self._signal, self._received = 0, -ECHO
         self._notice = 0  # as a signal; the signal that follows a notice is a first one
         self.clock = Clock()
         # gloo on every engine: an asynchronous all-reduce of one number, for which no device waits.
@@ -90,12 +90,12 @@ class Interrupt:
         Thread(target=self._listen, name="signals", daemon=True).start()
 
     def close(self) -> None:
-        """Leave signals to the handlers from before, unless one has come: it may be delivered twice."""
-        if not self._signal:
-            descriptor, handlers = self._earlier
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            os.close(signal.set_wakeup_fd(descriptor))  # ends the thread
+        """Leave signals to the handlers from before: a program may go on after the run."""
+        time.sleep(max(0.0, self._received + ECHO - time.monotonic()))  # the echo of a signal would end the process
+        descriptor, handlers = self._earlier
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        os.close(signal.set_wakeup_fd(descriptor))  # ends the thread
 
     def _listen(self) -> None:
         while numbers := os.read(self._pipe, 1):

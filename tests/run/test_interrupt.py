@@ -41,6 +41,30 @@ def test_a_signal_is_answered_and_a_second_one_obeyed_while_c_code_runs(state: s
     assert done.stderr.startswith(f"SIGTERM: {plan}") and done.stderr.count("\n") == 1
 
 
+# A run of two in one program, of which the first was interrupted: the next signal is the program's own.
+AFTER_RUNS = """
+import os, signal, time
+from pretraining.run.interrupt import Interrupt
+for is_interrupted in (True, False):
+    interrupt = Interrupt(1, 5)
+    if is_interrupted:
+        os.kill(os.getpid(), signal.SIGINT)
+        while not interrupt.agreed().signal:
+            time.sleep(0.01)
+    interrupt.close()
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_a_signal_after_an_interrupted_run_is_the_program_s_own() -> None:
+    done = subprocess.run([*python(), "-c", AFTER_RUNS], env=environment(), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "interrupted\n")
+
+
 FLAGS = {
     "engine": "xla",
     "model_variant": "tiny",
