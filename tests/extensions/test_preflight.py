@@ -21,6 +21,7 @@ from tests.parallel.launch import ROOT, environment
 from tests.ports import free_port
 from tests.processes import call
 from tests.selection import complete, needs
+from tests.warm import python
 
 DUMMY: dict[str, Any] = {"use_dummy_dataset": True, "model_variant": "tiny", "checkpoint_interval": 1}
 
@@ -162,3 +163,12 @@ def test_aim_needs_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("pretraining.extensions.trackers.settings.find_spec", lambda name: object())
     monkeypatch.setenv("HOME", str(tmp_path))
     assert configure({**DUMMY, "log_dir": str(tmp_path), "tracker": "aim"})
+
+
+def test_the_xla_engine_is_refused_in_a_process_that_has_trained_without_it(tmp_path: Path) -> None:
+    pytest.importorskip("torch_xla")
+    program = "import pretraining, torch; torch.ones(1, requires_grad=True).backward(); " + (
+        f"pretraining.train({DUMMY | {'engine': 'xla', 'log_dir': str(tmp_path / 'run')}})"
+    )
+    done = call([*python(), "-c", program], code=None, env=environment(PJRT_DEVICE="CPU"))
+    assert "UserError: --engine=xla: this process ran a backward pass before" in done.stderr, done.stderr
