@@ -172,6 +172,10 @@ def _parse(arguments: Sequence[str] | None) -> Options:
         parser.error("give either --input or --stdlib")
     if options.sft and (options.stdlib or not options.tokenizer):
         parser.error("--sft needs --input, and --tokenizer of the model that is trained")
+    defaults = {field.name: field.default for field in fields(Options)}
+    idle = [name for name in INSTRUCTION_SETTINGS if getattr(options, name) != defaults[name]]
+    if idle and not options.sft:
+        parser.error(f"--{idle[0]}={getattr(options, idle[0])}: needs --sft")
     for name, least in (("vocab_size", 0), ("valid_every", 0), ("processes", 0), ("skip_bad", 0), ("separator", -1)):
         if getattr(options, name) < least:
             parser.error(f"--{name}={getattr(options, name)}: use {least} or more")

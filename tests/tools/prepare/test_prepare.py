@@ -245,6 +245,7 @@ def test_input_that_cannot_be_read_is_named(
         (["--separator=40000"], "--separator=40000: use an id below --vocab_size=32000"),
         *(([f"--part={part}", "--tokenizer=t"], "write I/N") for part in ("4/3", "0/3", "2")),
         (["--part=1/3"], "--part needs --tokenizer"),
+        *(([f"--{flag}"], f"--{flag}: needs --sft") for flag in ("packing=False", "seq_length=64", "chat_template=x")),
         (["--output=~/mine"], "argument --output: ~/mine begins with ~, which the shell leaves as it is"),
         (["--input=a,~me/b"], "argument --input: ~me/b begins with ~"),
         (["--part=1/3", "--tokenizer=t", "--output=s3://b/x"], "a folder that all parts share"),
