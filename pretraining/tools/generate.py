@@ -170,7 +170,8 @@ def _refuse_remote_inputs(flags: argparse.Namespace, config: TrainConfig) -> Non
         refuse_remote("tokenizer_path", config.tokenizer_path, flags.run_dir)
     if not config.saves_frozen and config.ckpt_load_path:
         refuse_remote("ckpt_load_path", config.ckpt_load_path, flags.run_dir)
-        open_any_checkpoint(location(config.ckpt_load_path), allow_remote=False)
+        if location(config.ckpt_load_path).exists():  # base_weights names it otherwise
+            open_any_checkpoint(location(config.ckpt_load_path), allow_remote=False)
 
 
 def decoded(tokenizer: Tokenizer, prompt: list[int], added: Iterable[int]) -> Iterator[str]:
@@ -202,13 +203,16 @@ def load_tokenizer(path: str, checkpoint: Checkpoint) -> Tokenizer:
 def base_weights(checkpoint: Checkpoint, config: TrainConfig) -> dict[str, Tensor]:
     """Return the frozen weights of a checkpoint that has only adapters: ckpt_load_path's, or the initial ones.
 
-    Raises UserError if ckpt_load_path has other weights than the adapters were trained on.
+    Raises UserError if ckpt_load_path has other weights than the adapters were trained on, or none.
     """
     if config.saves_frozen:
         return {}
     if config.ckpt_load_path:
         from pretraining.extensions.other_weights.checks import check_base
 
+        if not location(config.ckpt_load_path).exists():
+            gone = f"the weights that the adapters of {checkpoint.path} were trained on are not there"
+            raise UserError(f"ckpt_load_path={config.ckpt_load_path}: {gone}; put them back")
         check_base(checkpoint.path, checkpoint.facts, config, "put those there")
         tied = model_shape(config).tie_word_embeddings  # Hugging Face's format is read with a head of its own
         base = open_any_checkpoint(location(config.ckpt_load_path))

@@ -216,6 +216,9 @@ def test_adapters_do_not_continue_on_other_weights_than_they_were_trained_on(tmp
     with pytest.raises(UserError, match=r"--ckpt_load_path=.* put those there"):
         base_weights(open_checkpoint(newest_checkpoint(log_dir)), config)
     check_starting_point(replace(config, strict_load=False), log_dir, shapes)
+    (base if is_ours else exported).rename(tmp_path / "moved")
+    with pytest.raises(UserError, match=r"^ckpt_load_path=.*the adapters of .*step_2 .* not there; put them back"):
+        base_weights(open_checkpoint(newest_checkpoint(log_dir)), config)
 
 
 def test_another_optimizer_takes_weights_alone_from_a_checkpoint(tmp_path: Path) -> None:
