@@ -8,13 +8,15 @@ import pytest
 
 from main_training import CONFIGURATION, EXTENSIONS
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import VARIANTS
+from pretraining.config.variants import VARIANTS, model_shape
 from pretraining.extensions.overview.lines import (
     describe_run,
+    notes,
     placed_line,
     settings_without_effect,
 )
 from pretraining.optim.schedule import learning_rate
+from pretraining.parallel.mesh import Mesh
 from pretraining.parallel.processes import Processes
 from pretraining.parallel.torch import engine as torch_engine
 from pretraining.parallel.torch.engine import TorchEngine
@@ -101,3 +103,10 @@ def test_settings_without_effect_are_named() -> None:
     assert names == ["datasets", "split", "shuffle"]
     used = CONFIGURATION(val_steps=5, val_interval=9, num_epochs=2)
     assert settings_without_effect(used, EXTENSIONS) == []
+
+
+def test_the_groups_of_hsdp_are_named_where_there_are_data_parallel_ranks() -> None:
+    config = CONFIGURATION(model_variant="tiny")
+    (line,) = notes(config, model_shape(config), Mesh(shard=4), "torch", "a host has 4 devices")
+    assert line.startswith("hsdp: 1 group of 4, because a host has 4 devices")
+    assert not notes(config, model_shape(config), Mesh(stage=2, context=2), "torch", "a host has 4 devices")

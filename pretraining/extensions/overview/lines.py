@@ -203,7 +203,7 @@ def notes(config: TrainConfig, shape: ModelShape, mesh: Mesh, engine: str, linke
     linked: why devices have fast links between them.
     """
     lines = config.division.notes(engine)
-    if config.sharding_strategy == "hsdp" and not config.sharding_group_size and linked and mesh.size > 1:
+    if config.sharding_strategy == "hsdp" and not config.sharding_group_size and linked and mesh.data_ranks > 1:
         groups = f"{counted(mesh.replica, 'group')} of {mesh.shard}"
         lines.append(f"hsdp: {groups}, because {linked}; see --sharding_group_size")
     if config.sequence_parallel and mesh.tensor == 1:
