@@ -145,7 +145,7 @@ class Setting(NamedTuple):
 
     def read(self, raw: object) -> Any:
         """Return the value of `raw`, a text or a Python value. Raises ValueError with what is expected."""
-        text = ",".join(map(str, raw)) if isinstance(raw, list | tuple) else str(raw)
+        text = ",".join(map(str, raw)) if self.kind is str and isinstance(raw, list | tuple) else str(raw)
         if self.kind is str:
             return text
         if self.optional and text.lower() == "none":
