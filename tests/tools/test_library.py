@@ -48,6 +48,8 @@ def test_a_step_of_the_folder_is_loaded_and_an_empty_folder_holds_none(page: dic
         assert training.train_step(9).read()["loss"] == page["after"][9]
         with pytest.raises(UserError, match="user_content of step 9 is no JSON value"):
             training.save(str(tmp_path), 9, user_content={"model": object()})
+        with pytest.raises(UserError, match="step=0: steps are counted from 1"):
+            training.train_step(0)
 
 
 @pytest.mark.parametrize("changes", [{"seq_length_stages": "8:2,16:4"}, {"rampup_batch_size": "4,2,12"}], ids=" ".join)

@@ -85,8 +85,10 @@ class Training:
     def batch(self, step: int, split: str = "train") -> Batch:
         """Return this process's rows of the global batch of a step, counted from 1: int32 [rows, seq_length] each.
 
-        Those of training have the length that seq_length_stages gives to the step.
+        Those of training have the length that seq_length_stages gives to the step. Raises UserError for a step below 1.
         """
+        if step < 1:
+            raise UserError(f"step={step}: steps are counted from 1")
         batch = self.streams[split].batch(step - 1)
         return cut_rows(batch, self.config.row_length(step)) if split == "train" else batch
 
