@@ -27,7 +27,7 @@ from pretraining.config.training import SETTINGS
 from pretraining.models.llama import Llama
 from pretraining.parallel.accelerator import open_device
 from pretraining.tools.arguments import ArgumentParser, ends_on_mistakes
-from pretraining.tools.generate import add_checkpoint, open_model, positive, sample
+from pretraining.tools.generate import add_checkpoint, at_least, open_model, sample
 
 if TYPE_CHECKING:
     from pretraining.extensions.questions.choices import Request
@@ -59,9 +59,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(prog="python -m pretraining.tools.evaluate", allow_abbrev=False)
     parser.add_argument("--tasks", required=True, help="files *.jsonl and tasks of the harness, comma-separated")
     parser.add_argument("--num_fewshot", type=int, help="examples before each question (default: the task's)")
-    parser.add_argument("--limit", type=positive, help="questions of each task of the harness (default: all)")
+    parser.add_argument("--limit", type=at_least(1), help="questions of each task of the harness (default: all)")
     parser.add_argument("--include_path", help="folder with tasks of the harness of one's own, YAML")
-    parser.add_argument("--batch_size", type=positive, default=8, help="sequences at a time")
+    parser.add_argument("--batch_size", type=at_least(1), default=8, help="sequences at a time")
     parser.add_argument("--device", choices=SETTINGS["device"].constraint.choices, default="auto")  # type: ignore[union-attr]
     add_checkpoint(parser)
     parser.add_argument("--output", type=Path, help="file that the results are written to, as JSON")
@@ -72,7 +72,10 @@ def evaluate(flags: argparse.Namespace) -> Results:
     """Return the metrics of every task. Raises UserError."""
     from pretraining.extensions.questions.choices import accuracies, open_tasks
 
-    names = comma_separated(flags.tasks)
+    if not (names := comma_separated(flags.tasks)):
+        raise UserError(
+            f"--tasks={flags.tasks}: names no task; give files of questions (*{OWN}) or the harness's tasks"
+        )
     files = [name for name in names if name.endswith(OWN)]
     others = [name for name in names if not name.endswith(OWN)]
     if others:

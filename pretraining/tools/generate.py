@@ -10,12 +10,13 @@ that a CPU trains, and keeps the model free of code that training does not need.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -65,10 +66,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(prog="python -m pretraining.tools.generate", allow_abbrev=False)
     add_checkpoint(parser)
     parser.add_argument("--prompt", default="", help="text to continue; empty: a new document")
-    parser.add_argument("--max_new_tokens", type=positive, default=100, help="tokens to add at most")
-    parser.add_argument("--temperature", type=not_negative, default=0.8, help="0 takes the likeliest token")
-    parser.add_argument("--top_k", type=whole, default=50, help="choose among the k likeliest tokens; 0: among all")
-    parser.add_argument("--seed", type=seed, default=0, help="the same seed gives the same text")
+    parser.add_argument("--max_new_tokens", type=at_least(1), default=100, help="tokens to add at most")
+    parser.add_argument("--temperature", type=at_least(0, float), default=0.8, help="0 takes the likeliest token")
+    parser.add_argument(
+        "--top_k", type=at_least(0), default=50, help="choose among the k likeliest tokens; 0: among all"
+    )
+    parser.add_argument("--seed", type=at_least(0, below=2**64), default=0, help="the same seed gives the same text")
     return parser.parse_args(arguments)
 
 
@@ -82,32 +85,21 @@ def add_checkpoint(parser: ArgumentParser) -> None:
     parser.add_argument("--allow_remote", action="store_true", help=ALLOW_REMOTE)
 
 
-def whole(text: str) -> int:
-    """Read a whole number, 0 or above."""
-    if (value := int(text)) < 0:
-        raise ValueError
-    return value
+def at_least(least: int, kind: Callable[[str], float] = int, below: float = math.inf) -> Callable[[str], Any]:
+    """Return a function that reads a number of `kind`, `least` or above and below `below`."""
 
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value < below:
+            what = "whole number" if kind is int else "number"
+            end = f" and below {below}" if below < math.inf else ""
+            raise argparse.ArgumentTypeError(f"{text}: use a {what}, {least} or above{end}")
+        return value
 
-def seed(text: str) -> int:
-    """Read a whole number that torch takes as a seed."""
-    if (value := whole(text)) >= 2**64:
-        raise ValueError
-    return value
-
-
-def positive(text: str) -> int:
-    """Read a whole number above 0."""
-    if (value := int(text)) < 1:
-        raise ValueError
-    return value
-
-
-def not_negative(text: str) -> float:
-    """Read a number, 0 or above."""
-    if not (value := float(text)) >= 0:
-        raise ValueError
-    return value
+    return read
 
 
 def generate(flags: argparse.Namespace) -> Iterator[str]:

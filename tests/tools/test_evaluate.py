@@ -217,6 +217,8 @@ def test_what_is_missing_is_named(
 ) -> None:
     assert main([str(folder), "--tasks=gone.jsonl"]) == 2
     assert "gone.jsonl: no such file" in capsys.readouterr().err
+    assert main([str(folder), "--tasks="]) == 2
+    assert "--tasks=: names no task; give files" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "lm_eval", None)  # as if it were not installed
     assert main([str(folder), "--tasks=hellaswag"]) == 2
     message = capsys.readouterr().err
