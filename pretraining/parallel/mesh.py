@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from pretraining.config.errors import ConfigError, Problem
+from pretraining.config.errors import ConfigError, Problem, counted
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import divisors, multiples_around
 from pretraining.config.variants import ModelShape
@@ -63,7 +63,7 @@ def resolve_mesh(config: TrainConfig, devices: int, linked: int) -> Mesh:
     if rest % group:
         valid = ", ".join(map(str, divisors(rest, rest)))
         of = "" if ranks == 1 else f" / ({' x '.join(_used_axes(config))} = {ranks})"
-        remedy = f"does not divide the {devices} devices{of}; use {valid}, or 0 for those of one host or TPU slice"
+        remedy = f"does not divide the {counted(devices, 'device')}{of}; use {valid}, or 0 for a host or TPU slice"
         raise ConfigError([Problem(f"--sharding_group_size={group}", remedy)])
     return Mesh(stages, rest // group, group, context, tensor)
 
@@ -100,10 +100,10 @@ def _model_axes_problem(config: TrainConfig, devices: int) -> Problem:
     valid = ", ".join(map(str, divisors(devices, devices)))
     *others, last = [(name, getattr(config, name)) for name in _used_axes(config)]
     if not others:
-        return Problem(f"--{last[0]}={last[1]}", f"does not divide the {devices} devices; use {valid}")
+        return Problem(f"--{last[0]}={last[1]}", f"does not divide the {counted(devices, 'device')}; use {valid}")
     product = math.prod(ranks for _, ranks in (*others, last))
     factors = " x ".join(f"{name}={ranks}" for name, ranks in reversed(others))
-    remedy = f"x {factors} = {product} does not divide the {devices} devices; their product can be {valid}"
+    remedy = f"x {factors} = {product} does not divide the {counted(devices, 'device')}; their product can be {valid}"
     return Problem(f"--{last[0]}={last[1]}", remedy)
 
 

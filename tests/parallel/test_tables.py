@@ -131,6 +131,8 @@ def test_sizes_that_do_not_divide_the_devices_are_refused_with_those_that_do(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_mesh(TrainConfig(**fields), 8, 8)
+    with pytest.raises(ConfigError, match=r"does not divide the 1 device\b"):
+        resolve_mesh(TrainConfig(**fields), 1, 1)
 
 
 @pytest.mark.parametrize(("kv_heads", "tensor", "repeats"), [(8, 4, 1), (2, 8, 4), (6, 4, 2)])
