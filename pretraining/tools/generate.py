@@ -65,7 +65,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = ArgumentParser(prog="python -m pretraining.tools.generate", allow_abbrev=False)
     add_checkpoint(parser)
-    parser.add_argument("--prompt", default="", help="text to continue; empty: a new document")
+    parser.add_argument("--prompt", type=unicode_text, default="", help="text to continue; empty: a new document")
     parser.add_argument("--max_new_tokens", type=at_least(1), default=100, help="tokens to add at most")
     parser.add_argument("--temperature", type=at_least(0, float), default=0.8, help="0 takes the likeliest token")
     parser.add_argument(
@@ -83,6 +83,12 @@ def add_checkpoint(parser: ArgumentParser) -> None:
         "--tokenizer_path", default="", help="sentencepiece model or tokenizer.json (default: the run's)"
     )
     parser.add_argument("--allow_remote", action="store_true", help=ALLOW_REMOTE)
+
+
+def unicode_text(text: str) -> str:
+    """Read a text. Bytes that are not UTF-8 are halves of surrogates, which no tokenizer takes."""
+    text.encode()
+    return text
 
 
 def at_least(least: int, kind: Callable[[str], float] = int, below: float = math.inf) -> Callable[[str], Any]:

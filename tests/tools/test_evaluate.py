@@ -196,6 +196,7 @@ def test_a_task_of_the_harness_that_leaves_no_room_for_its_text_is_refused(
         ('{"context": "a", "choices": ["b"], "answer": 0}', "line 2 is not a question"),
         ('{"context": "a", "choices": ["b", "c"], "answer": 2}', "line 2 is not a question"),
         ('{"context": "a", "choices": ["b", "c"]}', "line 2 is not a question"),
+        (r'{"context": "\ud83d", "choices": ["b", "c"], "answer": 0}', "line 2 is not a question"),
         (
             json.dumps({"context": "fox " * 80, "choices": ["b", "c"], "answer": 0}),
             "line 2: .* tokens, but the model sees 64",

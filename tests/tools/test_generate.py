@@ -287,6 +287,7 @@ def test_another_tokenizer_than_that_of_the_runs_data_is_refused(
         (["{run}", "--max_new_tokens=0"], "--max_new_tokens: 0: use a whole number, 1 or above"),
         (["{run}", "--temperature=nan"], "--temperature: nan: use a number, 0 or above"),
         (["{run}", f"--seed={2**64}"], "--seed: 18446744073709551616: use a whole number, 0 or above and below"),
+        (["{run}", "--prompt=\udcff"], "--prompt"),
         (["{run}", "--promt=x"], "--promt"),
         (["{run}", "--top_k=--"], "--top_k"),
         (["{other}"], "config.json: ckpt_save_path=3 is no path"),

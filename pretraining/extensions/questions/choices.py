@@ -97,6 +97,7 @@ def _parse(path: Location, number: int, line: bytes) -> Question:
     try:
         record: Any = json.loads(line)
         context, choices, answer = (record[name] for name in Question._fields)
+        json.dumps(record, ensure_ascii=False).encode()  # no tokenizer takes half of a pair of surrogates
     except (ValueError, KeyError, TypeError, RecursionError):
         context, choices, answer = None, None, None
     is_valid = (
