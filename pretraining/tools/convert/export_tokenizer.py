@@ -1,5 +1,7 @@
 """A run's tokenizer in a Hugging Face folder, so that transformers encodes texts with the ids of the training data.
 
+A chat template that is next to it goes along, with the tokens that it may name.
+
 A sentencepiece model is written as it is and as tokenizer.json, which transformers reads without sentencepiece and
 protobuf. The ids of 1,000 random texts are the same; transformers' LlamaTokenizer does not normalize (353 of 701 texts
 differed) and takes a unigram model for BPE (643 of 701).
@@ -15,6 +17,7 @@ from pretraining.config.errors import UserError
 from pretraining.extensions.files import read_json
 from pretraining.storage import Location, location
 from pretraining.tools.convert.tokenizer_json import BPE, UNIGRAM, parse_model, tokenizer_json
+from pretraining.tools.prepare.chat import find_template
 
 FAST = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}  # reads tokenizer.json
 
@@ -30,6 +33,8 @@ def export_tokenizer(path: str) -> tuple[dict[str, Any], dict[str, bytes]]:
     is_json = path.endswith(".json")
     files = {"tokenizer.json" if is_json else "tokenizer.model": file.read_bytes()}
     ids, usage = _tokenizer_json(file) if is_json else _sentencepiece(file, files)
+    if template := find_template("", path, {}):
+        usage |= {**template.special, "chat_template": template.text}
     files["tokenizer_config.json"] = json.dumps(usage, indent=2).encode() + b"\n"
     return {f"{kind}_token_id": number for kind, number in ids.items() if kind != "unk"}, files
 

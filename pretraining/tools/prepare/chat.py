@@ -21,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pretraining.config.errors import UserError
 from pretraining.data.layouts import read_dataset_json
+from pretraining.extensions.files import write_atomically
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 Message = Mapping[str, Any]  # "role" and "content", and what else the template reads
@@ -64,6 +65,12 @@ def find_template(file: str, tokenizer: str, special: Mapping[str, str]) -> Temp
     if isinstance(own, list):  # several, by name
         own = next((entry["template"] for entry in own if entry["name"] == "default"), None)
     return TemplateSource(own, special, str(folder / "tokenizer_config.json")) if own else None
+
+
+def write_template(folder: Path, source: TemplateSource) -> None:
+    """Write a template next to the folder's tokenizer, as transformers does, where `find_template` finds it."""
+    content = {**source.special, "chat_template": source.text}
+    write_atomically(folder / "tokenizer_config.json", json.dumps(content, indent=2) + "\n")
 
 
 def check_tokens(source: TemplateSource, path: str, has_token: Callable[[str], bool]) -> None:

@@ -40,7 +40,7 @@ from pretraining.extensions.files import write_atomically
 from pretraining.extensions.tokenizers.tokenizer import Tokenizer, open_tokenizer, train
 from pretraining.storage import Location, is_remote, location, use_files_of
 from pretraining.tools.arguments import ArgumentParser, ends_on_mistakes
-from pretraining.tools.prepare.chat import check_tokens, find_template
+from pretraining.tools.prepare.chat import check_tokens, find_template, write_template
 from pretraining.tools.prepare.instructions import LONGER, InstructionOptions, Packer, Reader
 from pretraining.tools.prepare.shards import COLUMNS, ShardWriter, merged_sums
 from pretraining.tools.prepare.survey import preview, report, survey
@@ -314,6 +314,8 @@ def _prepare_shards(options: Options, files: list[Input], output: Path) -> None:
             f"--separator={separator}: {path} has {tokenizer.vocab_size:,} ids: give the one that ends documents"
         )
     instructions = _instructions(options, tokenizer, separator) if options.sft else None
+    if instructions and instructions.template:
+        write_template(output, instructions.template)
     if missing and not options.stdlib:
         reader = Reader(instructions, tokenizer) if instructions else None
         ranges = [part for number in missing for part in sources[number]]

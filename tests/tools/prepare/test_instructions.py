@@ -28,6 +28,7 @@ from pretraining.extensions.tokenizers.tokenizer import (
     train,
 )
 from pretraining.tools import inspect_data
+from pretraining.tools.convert.export_tokenizer import export_tokenizer
 from pretraining.tools.prepare import prepare
 from pretraining.tools.prepare.chat import ChatTemplate, TemplateSource, check_tokens, find_template
 from pretraining.tools.prepare.instructions import Example, InstructionOptions, PackedRow, Packer, Reader
@@ -397,3 +398,20 @@ def test_prepared_chats_train_their_answers_alone(
         open_stream(configure({**chosen, "seq_length": "64"}))
     with pytest.raises(UserError, match="rows of whole examples have no place for --bos_token"):
         open_stream(configure({**chosen, "bos_token": 3}))
+
+
+def test_the_exported_tokenizer_has_the_template_that_the_data_were_prepared_with(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
+    flags = [f"--input={tmp_path / 'chats.jsonl'}", f"--tokenizer={tokenizer_folder / 'tokenizer.json'}", "--sft"]
+    assert prepare.main([*flags, f"--output={tmp_path / 'out'}", "--seq_length=256", "--processes=1"]) == 0
+    ids, files = export_tokenizer(str(tmp_path / "out" / "tokenizer.json"))
+    (tmp_path / "exported").mkdir()
+    for name, content in files.items():
+        (tmp_path / "exported" / name).write_bytes(content)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
+    reader = Reader(options(tokenizer_folder), open_tokenizer(str(tokenizer_folder / "tokenizer.json")))
+    assert theirs.apply_chat_template(CHAT)["input_ids"] == reader.example({"messages": CHAT}, "here").tokens
+    assert ids["eos_token_id"] == theirs.eos_token_id
