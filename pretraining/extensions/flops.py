@@ -28,6 +28,11 @@ def training_flops(config: TrainConfig, seq_length: int) -> FlopsPerToken:
     return flops_per_token(model_shape(config), seq_length, frozen_weights(config))
 
 
+def flops_formula(config: TrainConfig) -> str:
+    """Return what training_flops counts, for a report."""
+    return "6N + 12LdS" + ", 4 of a frozen weight" * bool(frozen_weights(config))
+
+
 @cache
 def frozen_weights(config: TrainConfig) -> int:
     """Return the weights of matrix products that are not trained, such as those next to adapters."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,6 +35,23 @@ class ArgumentParser(argparse.ArgumentParser):
         value = self._get_value(action, "--")
         self._check_value(action, value)
         return value
+
+
+def at_least(least: int, kind: Callable[[str], float] = int, below: float = math.inf) -> Callable[[str], Any]:
+    """Return a function that reads a number of `kind`, `least` or above and below `below`."""
+
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value < below:
+            what = "whole number" if kind is int else "number"
+            end = f" and below {below}" if below < math.inf else ""
+            raise argparse.ArgumentTypeError(f"{text}: use a {what}, {least} or above{end}")
+        return value
+
+    return read
 
 
 def ends_on_mistakes(main: Main) -> Callable[..., int]:

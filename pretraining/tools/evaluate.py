@@ -26,8 +26,8 @@ from pretraining.config.script import exit_with
 from pretraining.config.training import SETTINGS
 from pretraining.models.llama import Llama
 from pretraining.parallel.accelerator import open_device
-from pretraining.tools.arguments import ArgumentParser, ends_on_mistakes
-from pretraining.tools.generate import add_checkpoint, at_least, open_model, sample
+from pretraining.tools.arguments import ArgumentParser, at_least, ends_on_mistakes
+from pretraining.tools.generate import add_checkpoint, open_model, sample
 
 if TYPE_CHECKING:
     from pretraining.extensions.questions.choices import Request

@@ -10,13 +10,12 @@ that a CPU trains, and keeps the model free of code that training does not need.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -42,7 +41,7 @@ from pretraining.extensions.checkpoints import (
 from pretraining.models.init import build_model
 from pretraining.models.llama import Llama
 from pretraining.storage import location
-from pretraining.tools.arguments import ArgumentParser, ends_on_mistakes
+from pretraining.tools.arguments import ArgumentParser, at_least, ends_on_mistakes
 
 if TYPE_CHECKING:
     from pretraining.extensions.tokenizers.tokenizer import Tokenizer
@@ -89,23 +88,6 @@ def unicode_text(text: str) -> str:
     """Read a text. Bytes that are not UTF-8 are halves of surrogates, which no tokenizer takes."""
     text.encode()
     return text
-
-
-def at_least(least: int, kind: Callable[[str], float] = int, below: float = math.inf) -> Callable[[str], Any]:
-    """Return a function that reads a number of `kind`, `least` or above and below `below`."""
-
-    def read(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not least <= value < below:
-            what = "whole number" if kind is int else "number"
-            end = f" and below {below}" if below < math.inf else ""
-            raise argparse.ArgumentTypeError(f"{text}: use a {what}, {least} or above{end}")
-        return value
-
-    return read
 
 
 def generate(flags: argparse.Namespace) -> Iterator[str]:

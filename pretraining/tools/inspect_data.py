@@ -32,7 +32,7 @@ from pretraining.data.stream import open_stream
 from pretraining.extensions.checksums import BlockSums
 from pretraining.extensions.files import write_atomically
 from pretraining.storage import size_of, store_of
-from pretraining.tools.arguments import ArgumentParser
+from pretraining.tools.arguments import ArgumentParser, at_least
 
 _AT_ONCE = 1 << 22  # lengths read together: 16 MB
 _BAR = 40  # characters of the longest bar
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = ArgumentParser("python -m pretraining.tools.inspect_data", description=__doc__, allow_abbrev=False)
     parser.add_argument("--part", default="train", choices=SPLITS, help="split of the data")
     parser.add_argument("--step", type=int, help="print rows of this step, counted from 0")
-    parser.add_argument("--rows", type=int, default=2, help="rows to print")
+    parser.add_argument("--rows", type=at_least(1), default=2, help="rows to print")
     parser.add_argument("--verify", action="store_true", help="compare every shard with its checksum")
     options, flags = parser.parse_known_args(arguments)
 

@@ -14,7 +14,7 @@ from pretraining.config.extension import Extension
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import ModelShape, model_shape
 from pretraining.extensions.devices import DeviceKind
-from pretraining.extensions.flops import frozen_weights, training_flops
+from pretraining.extensions.flops import flops_formula, training_flops
 from pretraining.extensions.state_bytes import state_bytes
 from pretraining.extensions.units import amount, describe_micro_batches, flop, size
 from pretraining.optim.precision import precision_of
@@ -119,8 +119,7 @@ def _model(config: TrainConfig) -> str:
 
 def _flops(config: TrainConfig) -> str:
     full, causal = training_flops(config, config.seq_length)
-    formula = "6N + 12LdS" + ", 4 of a frozen weight" * bool(frozen_weights(config))
-    return f"{flop(full)} ({formula}), {flop(causal)} with causal attention counted half"
+    return f"{flop(full)} ({flops_formula(config)}), {flop(causal)} with causal attention counted half"
 
 
 def _devices(mesh: Mapping[str, int], device_name: str) -> str:

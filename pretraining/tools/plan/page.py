@@ -8,6 +8,7 @@ from typing import Any
 from pretraining.config.declaration import settings_of
 from pretraining.config.errors import counted
 from pretraining.config.variants import model_shape
+from pretraining.extensions.flops import flops_formula
 from pretraining.extensions.units import amount, describe_micro_batches, flop, size
 from pretraining.monitor.figures import duration, percent
 from pretraining.parallel.recompute import model_mask
@@ -138,7 +139,7 @@ def _time(plan: Plan) -> list[str]:
     cost = [f"cost           {_cost(plan):,.0f} at {config.plan_price:g} per device and hour"] * bool(config.plan_price)
     computation, overlapped = f"{plan.compute_seconds:.3f} s of computation", f"{plan.overlapped_seconds:.3f} s"
     return [
-        f"FLOP/token     {flop(plan.flops)} (6 N + 12 L d S)",
+        f"FLOP/token     {flop(plan.flops)} ({flops_formula(config)})",
         f"step           {plan.step_seconds:.3f} s predicted, MFU {percent(plan.mfu)}: the longer of "
         f"{computation} and {overlapped} of communication that overlaps with it, and {plan.exposed_seconds:.3f} s of "
         "communication that does not",
