@@ -328,7 +328,7 @@ def _choose_for_cpu(config: TrainConfig) -> list[str]:
             os.environ["XLA_FLAGS"] = f"{given} {CPU_FLAGS}"
         remarks += [f"XLA_FLAGS={CPU_FLAGS}: compiles in a quarter of the time, with faster steps"]
     if config.engine == "auto":
-        remarks += ["--engine=torch compiles nothing: first loss of the quickstart after 6 s, here after 16 (2 cores)"]
+        remarks += ["--engine=torch compiles nothing: first loss of the quickstart after 6 s, here after 14 (2 cores)"]
     return remarks
 
 
