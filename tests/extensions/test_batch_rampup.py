@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from main_training import CONFIGURATION
+from main_training import CONFIGURATION, configure
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.data import open_stream
 from pretraining.data.prefetch import Prefetcher
@@ -140,6 +140,12 @@ def test_a_growing_global_batch_is_refused_with_the_sizes_that_every_rank_can_di
         resolved("16,8,99")
     with pytest.raises(ConfigError, match=r"starts with 16, .* multiple of 32 .* stages included\); use 32"):
         resolved("16,16,99", pipeline_parallel_size=2)
+
+
+@pytest.mark.parametrize("ranges", ["9", "9-0", "0-9,5-12", f"0-{10**15}"])
+def test_ranges_that_are_none_overlap_or_leave_the_counters_are_refused(ranges: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--skip_samples={ranges} +must be ascending ranges .* up to 10\^15"):
+        configure({"use_dummy_dataset": True, "skip_samples": ranges})
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, NamedTuple
 
-from pretraining.config.declaration import Grammar, Needs, Resume
+from pretraining.config.declaration import LARGEST, Grammar, Needs, Resume
 from pretraining.config.errors import Problem
 from pretraining.config.grammar import comma_separated
 from pretraining.config.training import TrainConfig
@@ -50,13 +50,13 @@ def parse_ranges(text: str) -> list[range]:
         raise ValueError(f"expected FIRST-LAST, got {text}")
     ranges = [range(first, last + 1) for first, last in ends]
     borders = [border for some in ranges for border in (some.start, some.stop)]
-    if borders != sorted(set(borders)):
-        raise ValueError(f"expected ascending ranges, got {text}")
+    if borders != sorted(set(borders)) or max(borders, default=0) > LARGEST[int]:
+        raise ValueError(f"expected ascending ranges up to 10^15, got {text}")
     return ranges
 
 
 RAMPUP = Grammar(parse_rampup, "start,increment,samples: three whole numbers from 1, such as 16,16,100000")
-RANGES = Grammar(parse_ranges, "ascending ranges FIRST-LAST, comma-separated, such as 512000-575999")
+RANGES = Grammar(parse_ranges, "ascending ranges FIRST-LAST up to 10^15, comma-separated, such as 512000-575999")
 
 
 @dataclass(frozen=True)
