@@ -27,6 +27,13 @@ from pretraining.storage import FolderLock, Location, store_of
 DTYPES_ON_DISK = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+def saved_part(state: LogicalTensors, config: TrainConfig) -> LogicalTensors:
+    """Return what a checkpoint has of a state."""
+    weights = [name for name in state if is_weight(name) and (config.saves_frozen or config.is_trained(name))]
+    others = [name for name in state if not is_weight(name) and config.save_optimizer]
+    return {name: state[name] for name in (*weights, *others)}
+
+
 class SaveFailedError(RuntimeError):
     """Too many saves in a row have failed, or the last one of the run."""
 
@@ -113,13 +120,12 @@ class Checkpoints:
         self.wait()
         if not self._config.checkpoint_interval or step == self.newest:
             return
-        saved_state = {name: value for name, value in state.items() if self._is_kept(name)}
         began, place = time.perf_counter(), None if asked or self._config.saves_at(step) else self._place(step)
         plan = place.plan_save if place else partial(PendingSave, self.folder)
         dtype, workers = DTYPES_ON_DISK[self._config.checkpoint_dtype], self._config.ckpt_io_workers
         try:
             facts = replace(facts, step=step, base=self._base)
-            pending = plan(saved_state, facts, self._peers, dtype=dtype, workers=workers)
+            pending = plan(saved_part(state, self._config), facts, self._peers, dtype=dtype, workers=workers)
             finish = partial(self._finish, pending, began, place)
             if not (self._background and self._background.start(pending, finish)):
                 finish()
@@ -127,11 +133,6 @@ class Checkpoints:
             self._failed(error)
         else:
             self._before, self.newest = self.newest, step
-
-    def _is_kept(self, name: str) -> bool:
-        if not is_weight(name):
-            return self._config.save_optimizer
-        return self._config.saves_frozen or self._config.is_trained(name)
 
     def _finish(self, pending: PendingSave, began: float, place: Place | None) -> None:
         path = pending.write()

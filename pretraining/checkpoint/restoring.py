@@ -126,7 +126,7 @@ class Restoring:
                 noted = check_resume(checkpoint.facts.config, self.config)
                 noted += self.start.changes(checkpoint.facts.config)
                 restart = self.lacks_moments(checkpoint)
-                names = self._names_to_continue(checkpoint, weights_only=restart)
+                names = self.names_to_continue(checkpoint, weights_only=restart)
                 if path in local:
                     state = {name: self.state[name] for name in names}
                     self.peers.each(partial(local[path].check, checkpoint, state))
@@ -147,7 +147,7 @@ class Restoring:
             return checkpoint.facts, paths[:number]
         raise UserError(f"{paths[0].parent}: none of the checkpoints can be read; remove them to start from step 0")
 
-    def _names_to_continue(self, checkpoint: Checkpoint, *, weights_only: bool) -> list[str]:
+    def names_to_continue(self, checkpoint: Checkpoint, *, weights_only: bool) -> list[str]:
         """Return the tensors that the checkpoint must contain."""
         names = [name for name in self.state if is_weight(name) or not weights_only]
         if not self.config.saves_frozen:

@@ -68,6 +68,23 @@ def test_batches_that_change_are_those_of_the_script_and_so_are_the_tokens_of_th
     assert own == script
 
 
+def test_a_checkpoint_has_what_the_settings_say_and_loads_without_an_optimizer_s_state(
+    page: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = {**page["settings"], "engine": "torch", "checkpoint_dtype": "bf16", "save_optimizer": False}
+    with Training(settings) as training:
+        training.train_step(1)
+        training.save(str(tmp_path), 1)
+        saved = {name: tensor.dtype for name, tensor in open_checkpoint(tmp_path / "step_1").manifest.tensors.items()}
+        assert set(saved.values()) == {"BF16"} and "model.norm.weight" in saved
+        assert not any(name.startswith("optimizer") for name in saved)
+        loss = training.evaluate(training.batch(2)).read()["loss"]
+    with Training(settings) as training:
+        assert training.load(str(tmp_path)) == (1, None)
+        assert training.evaluate(training.batch(2)).read()["loss"] == pytest.approx(loss, rel=1e-2)
+        training.train_step(2)
+
+
 def test_weights_that_only_the_script_would_load_are_refused(page: dict[str, Any]) -> None:
     settings = {**page["settings"], "ckpt_load_path": str(page["folder"] / "checkpoints")}
     message = r"--ckpt_load_path=.*: a loop of your own does not read it: call Training\.load"

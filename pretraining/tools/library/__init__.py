@@ -13,10 +13,12 @@ from dataclasses import asdict
 from typing import Any, NamedTuple, Self
 
 from main_training import EXTENSIONS, configure
+from pretraining.checkpoint.checkpoints import DTYPES_ON_DISK, saved_part
 from pretraining.checkpoint.folder import find_checkpoints, keep_steps
 from pretraining.checkpoint.manifest import Facts, open_checkpoint
 from pretraining.checkpoint.peers import Peers
-from pretraining.checkpoint.store import PendingSave, load
+from pretraining.checkpoint.restoring import Restoring, Start
+from pretraining.checkpoint.store import PendingSave
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.data.stream import Rows, cut_rows
@@ -110,6 +112,7 @@ class Training:
     ) -> Future[None]:
         """Save model, optimizer and `user_content` to `folder`/step_N; the result is done when it is committed.
 
+        What is saved, and how, is what checkpoint_dtype, save_optimizer and ckpt_io_workers say.
         user_content: a JSON value. keep: remove all but so many checkpoints, 0: none. in_background: training
         may go on, while a thread writes a copy in the host's memory. Raises OSError where it cannot be written, and
         UserError where user_content is no JSON value.
@@ -120,7 +123,9 @@ class Training:
             raise UserError(f"user_content of step {step} is no JSON value: {error}") from error
         mesh, tokens = self.engine.mesh._asdict(), self.streams["train"].trained(step) * self.config.seq_length
         facts = Facts(step, tokens, {"user_content": user_content}, asdict(self.config), self.engine.name, mesh)
-        pending = PendingSave(location(folder), self.trainee.state(), facts, self._peers)
+        state, dtype = saved_part(self.trainee.state(), self.config), DTYPES_ON_DISK[self.config.checkpoint_dtype]
+        workers = self.config.ckpt_io_workers
+        pending = PendingSave(location(folder), state, facts, self._peers, dtype=dtype, workers=workers)
         if in_background:
             stage(pending, self._buffer)
         saving = self._writer.submit(self._write, pending, folder, keep)
@@ -136,13 +141,16 @@ class Training:
     def load(self, folder: str, step: int | None = None) -> Loaded | None:
         """Load model and optimizer from a step of `folder`, None: the newest. Returns None if there is no checkpoint.
 
-        The checkpoint may be of another mesh, engine or run. Raises UserError if it does not fit or is damaged.
+        The checkpoint may be of another mesh, engine or run. Without an optimizer's state in it, moments start at zero.
+        Raises UserError if it does not fit or is damaged.
         """
         found = self._peers.lead(lambda: find_checkpoints(location(folder)).committed)
         paths = [path for path in found if step is None or path.name == f"step_{step}"]
         if not paths:
             return None
-        checkpoint, state = open_checkpoint(paths[0]), self.trainee.state()
-        load(checkpoint, state, self._peers)
-        state.commit()
+        checkpoint = open_checkpoint(paths[0])
+        restoring = Restoring(self.config, self._peers, self.trainee.state(), Start())
+        restart = restoring.lacks_moments(checkpoint)
+        restoring.load(checkpoint, restoring.names_to_continue(checkpoint, weights_only=restart))
+        restoring.state.commit(restart_optimizer=restart)
         return Loaded(checkpoint.facts.step, (checkpoint.facts.data or {}).get("user_content"))
