@@ -168,10 +168,14 @@ def _parse(arguments: Sequence[str] | None) -> Options:
         else:
             parser.add_argument(flag, type=kind, default=field.default, help=f"{text} (default: {field.default!r})")
     options = Options(**vars(parser.parse_args(arguments)))
-    if options.stdlib == bool(options.input):
-        parser.error("give either --input or --stdlib")
-    if options.sft and (options.stdlib or not options.tokenizer):
-        parser.error("--sft needs --input, and --tokenizer of the model that is trained")
+    trained = f"--vocab_size={options.vocab_size}: is of a tokenizer to train; leave it out beside --tokenizer"
+    for is_wrong, message in (
+        (options.stdlib == bool(options.input), "give either --input or --stdlib"),
+        (options.sft and not (options.input and options.tokenizer), "--sft needs --input and --tokenizer of the model"),
+        (options.tokenizer and options.vocab_size, trained),
+    ):
+        if is_wrong:
+            parser.error(message)
     defaults = {field.name: field.default for field in fields(Options)}
     idle = [name for name in INSTRUCTION_SETTINGS if getattr(options, name) != defaults[name]]
     if idle and not options.sft:

@@ -78,7 +78,8 @@ def write_inputs(folder: Path) -> list[str]:
 
 def run(folder: Path, *more: str) -> int:
     """The command, in this process."""
-    return prepare.main([f"--input={folder / 'in'}", f"--output={folder / 'out'}", "--vocab_size=400", *more])
+    size = [] if any(flag.startswith("--tokenizer=") for flag in more) else ["--vocab_size=400"]
+    return prepare.main([f"--input={folder / 'in'}", f"--output={folder / 'out'}", *size, *more])
 
 
 def write_input(folder: Path, name: str, content: str | bytes) -> None:
@@ -243,6 +244,7 @@ def test_input_that_cannot_be_read_is_named(
         (["--skip_bad=-2"], "--skip_bad=-2: use 0 or more"),
         (["--separator=-2"], "--separator=-2: use -1 or more"),
         (["--separator=40000"], "--separator=40000: use an id below --vocab_size=32000"),
+        (["--tokenizer=m.model", "--vocab_size=400"], "--vocab_size=400: is of a tokenizer to train; leave it out"),
         *(([f"--part={part}", "--tokenizer=t"], "write I/N") for part in ("4/3", "0/3", "2")),
         (["--part=1/3"], "--part needs --tokenizer"),
         *(([f"--{flag}"], f"--{flag}: needs --sft") for flag in ("packing=False", "seq_length=64", "chat_template=x")),
