@@ -11,7 +11,6 @@ from typing import Annotated, Any
 from pretraining.config.declaration import AtLeast, Needs, Resume
 from pretraining.config.errors import Problem, UserError
 from pretraining.config.training import PER_HOST, TrainConfig
-from pretraining.config.validate import guarded
 from pretraining.extensions.checks import without_effect
 
 
@@ -50,6 +49,7 @@ def check_local_folder(config: LocalTierConfig) -> None:
     """Raise UserError if ckpt_local_path is the folder of the run's other checkpoints, or has those of another run."""
     if not config.ckpt_local_path:
         return
+    from pretraining.checkpoint.compatibility import saved_config
     from pretraining.checkpoint.files import UnreadableError
     from pretraining.checkpoint.folder import find_checkpoints
     from pretraining.checkpoint.manifest import open_checkpoint
@@ -60,7 +60,7 @@ def check_local_folder(config: LocalTierConfig) -> None:
         raise UserError(f"--ckpt_local_path={folder}: is the folder of the other checkpoints; give another one")
     for path in find_checkpoints(Path(config.ckpt_local_path)).committed:
         with suppress(UnreadableError):  # which a start passes over
-            vars(saved := guarded(config, ())).update(open_checkpoint(path).facts.config)
+            saved = saved_config(open_checkpoint(path).facts.config, type(config))
             if (other := checkpoint_folder(saved, saved.run_folder)).resolve() != folder.resolve():
                 remedy = f"is of the run that saves to {other}; give another folder, or remove {path}"
                 raise UserError(f"--ckpt_local_path={config.ckpt_local_path}: {path.name} {remedy}")
