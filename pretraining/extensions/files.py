@@ -10,12 +10,17 @@ from pretraining.checkpoint.files import parse_json, read_file
 from pretraining.storage import Location
 
 
-def write_atomically(path: Path, content: bytes | str) -> None:
-    """Write a file that appears under its name only when it is complete.
+def temporary_of(path: Path) -> Path:
+    """Return a name for a file that becomes `path`.
 
     Others may write it at the same time: processes of containers often have the same number.
     """
-    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
+    return path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
+
+
+def write_atomically(path: Path, content: bytes | str) -> None:
+    """Write a file that appears under its name only when it is complete."""
+    temporary = temporary_of(path)
     temporary.write_bytes(content if isinstance(content, bytes) else content.encode())
     temporary.replace(path)
 

@@ -14,6 +14,7 @@ from pretraining.config.errors import UserError
 from pretraining.data.stores.arrow import NULLS, list_offsets
 from pretraining.data.stores.labels import BEGINS, IGNORED, LABELS, LOSS_MASK, UNTRAINED
 from pretraining.data.stores.shard import ShardContents, to_int32
+from pretraining.extensions.files import temporary_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -25,7 +26,7 @@ def decode(batches: Iterable[pa.RecordBatch], dtype: str, path: str, decoded: st
     UserError names the path if a column has nulls, or the columns do not belong together.
     """
     lengths, trained = [np.zeros(0, np.int64)], None
-    temporary = Path(f"{decoded}.{os.urandom(8).hex()}.tmp")
+    temporary = temporary_of(Path(decoded))
     try:
         with temporary.open("wb") as file:
             for batch in batches:

@@ -22,6 +22,7 @@ from pretraining.data.stores.find import shard_formats
 from pretraining.data.stores.labels import LABELS, POSITIONS
 from pretraining.data.stores.shard import Readable, in_memory
 from pretraining.extensions.checksums import byte_sum
+from pretraining.extensions.files import temporary_of
 from pretraining.storage import opened
 from pretraining.tools.prepare.instructions import PackedRow
 
@@ -37,7 +38,7 @@ class ShardWriter:
     def __init__(self, path: Path, vocab_size: int, columns: Sequence[str]) -> None:
         import pyarrow as pa
 
-        self._path, self._temporary = path, path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self._path, self._temporary = path, temporary_of(path)
         # 2 bytes where they suffice: half the disk and half the reading, for a conversion of 1 us a sequence
         tokens = pa.uint16() if vocab_size <= 1 << 16 else pa.int32()
         self._schema = pa.schema([(name, pa.list_(pa.int32() if number else tokens))
