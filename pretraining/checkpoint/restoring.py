@@ -40,8 +40,7 @@ def check_starting_point(config: TrainConfig, log_dir: Path, shapes: Mapping[str
         try:
             checkpoint = open_checkpoint(path)
         except UnreadableError as error:
-            if config.resume == "must" and path not in local:
-                raise UserError(f"{error}; --resume=auto continues from an earlier one") from error
+            _refuse_if_must(config, error, is_local=path in local)
         else:
             check_resume(checkpoint.facts.config, config)
             start.check_own(checkpoint, shapes, is_complete=path not in local)
@@ -103,6 +102,12 @@ def choose_start(
     return start, start.choose(own, lead)
 
 
+def _refuse_if_must(config: TrainConfig, error: UnreadableError, *, is_local: bool) -> None:
+    """Raise UserError with `error`, of a checkpoint that is not passed over."""
+    if config.resume == "must" and not is_local:
+        raise UserError(f"{error}; --resume=auto continues from an earlier one") from error
+
+
 @dataclass(frozen=True)
 class Restoring:
     """Fills the state of a placed model and its optimizer and commits it; every method is collective over `peers`."""
@@ -132,8 +137,7 @@ class Restoring:
                     self.peers.each(partial(local[path].check, checkpoint, state))
                 self.load(checkpoint, names)
             except UnreadableError as error:
-                if self.config.resume == "must" and path not in local:
-                    raise UserError(f"{error}; --resume=auto continues from an earlier one") from error
+                _refuse_if_must(self.config, error, is_local=path in local)
                 self.peers.say(f"{error}; this checkpoint is skipped")
                 continue
             self.state.commit(restart_optimizer=restart)
