@@ -40,7 +40,7 @@ from pretraining.storage import (
 
 # Documents whose tokens are summed in the sidecar; blocks of the shuffled order consist of whole groups.
 GROUP = 64
-# Counted up where a shard that has an index may be refused now, and is looked at again (3: padding, masks, packing).
+# Counted up where a shard that has an index may be refused now, and is looked at again (4: numbers of masks, packing).
 _MAGIC = b"tokidx04"
 _ALIGN = 64
 # Bytes hashed at the beginning, the middle and the end of a file; the footers of Arrow and Parquet are at the end.

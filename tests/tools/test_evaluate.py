@@ -71,7 +71,7 @@ COMPARISON = """
 import json, sys
 import lm_eval
 from lm_eval.tasks import TaskManager
-from pretraining.tools.evaluate import Results, main
+from pretraining.tools.evaluate import main
 from pretraining.tools.generate import load_model
 folder, *tasks = sys.argv[1:]
 assert main([f"{folder}/step_1", f"--tasks={','.join(tasks)}", f"--include_path={folder}", f"--output={folder}/r.json",
