@@ -65,11 +65,12 @@ def guarded(config: TrainConfig, bad: Collection[str]) -> TrainConfig:
 @cache  # of one class: the annotations of each new one are read again, which takes 35 ms
 def _guarded_class(configuration: type) -> type:
     def read(self: TrainConfig, name: str) -> Any:
-        if name in object.__getattribute__(self, "__dict__")["_bad_fields"]:
+        if name in object.__getattribute__(self, "_bad_fields"):
             raise UnknownValueError(name)
         return object.__getattribute__(self, name)
 
-    return type(configuration.__name__, (configuration,), {"__getattribute__": read})
+    # none for those that a check itself makes of type(config)
+    return type(configuration.__name__, (configuration,), {"__getattribute__": read, "_bad_fields": frozenset()})
 
 
 def _until_unknown(problems: Iterable[Problem]) -> Iterator[Problem]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import re
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from pretraining.checkpoint.folder import find_checkpoints
 from pretraining.checkpoint.restoring import check_starting_point
 from pretraining.config.errors import UserError
-from pretraining.extensions.local_tier.settings import LocalTierConfig, check_local_folder
+from pretraining.config.training import TrainConfig
+from pretraining.config.validate import problems
+from pretraining.extensions.local_tier import EXTENSION
+from pretraining.run.configure import start_checks_of
 from pretraining.run.start import parameter_shapes
 from tests.checkpoint.small_run import small_config, train
 from tests.faults.damage import flip_bit_at
@@ -49,6 +52,11 @@ def names(folder: Path) -> list[str]:
     return [path.name for path in find_checkpoints(folder).committed]
 
 
+def refusals(config: TrainConfig) -> str:
+    """What a start of the configuration says is wrong with its local folder."""
+    return "\n".join(f"{subject}: {remedy}" for subject, remedy, _ in problems(config, start_checks_of([EXTENSION])))
+
+
 def test_a_start_takes_the_newest_step_of_both_places_and_one_is_kept_locally(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", async_checkpointing=True)
     assert names(tmp_path / "whole" / "local") == ["step_7"]  # the eighth is elsewhere
@@ -80,16 +88,15 @@ def test_local_checkpoints_alone_count_for_resume_and_the_folder_is_another_one(
         run(tmp_path, resume="never")
     assert list(run(tmp_path, 3, resume="must")) == [3]
     config = small_config(tmp_path, **settings(tmp_path, ckpt_local_path=str(tmp_path / "checkpoints")))
-    with pytest.raises(UserError, match=r"--ckpt_local_path=.*: is the folder of the other checkpoints"):
-        check_local_folder(cast(LocalTierConfig, config))
+    assert re.search(r"--ckpt_local_path=.*: is the folder of the other checkpoints", refusals(config))
 
 
 def test_the_local_checkpoints_of_another_run_are_refused(tmp_path: Path) -> None:
     local = {"ckpt_local_path": str(tmp_path / "local")}
     run(tmp_path / "a", 2, **local)
-    check_local_folder(small_config(tmp_path / "a", **settings(tmp_path, **local), num_steps=9))
-    with pytest.raises(UserError, match=r"local: step_2 is of the run that saves to .*/a/checkpoints; give another"):
-        check_local_folder(small_config(tmp_path / "b", **settings(tmp_path, **local)))
+    assert not refusals(small_config(tmp_path / "a", **settings(tmp_path, **local), num_steps=9))
+    mistake = refusals(small_config(tmp_path / "b", **settings(tmp_path, **local)))
+    assert re.search(r"local: step_2 is of the run that saves to .*/a/checkpoints; give another", mistake)
 
 
 # ---- Several hosts
