@@ -16,6 +16,7 @@ pytest.importorskip("pretraining.extensions.held_out")
 pytest.importorskip("pretraining.extensions.questions")
 pytest.importorskip("pretraining.extensions.tokenizers")
 
+from main_training import CONFIGURATION
 from pretraining import TrainConfig, train
 from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.manifest import open_checkpoint
@@ -84,7 +85,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     (root / "words.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     alone = train({**flags, "log_dir": root / "alone"})
     checkpoint = open_checkpoint(root / "alone" / "checkpoints" / "step_4")
-    model = load_model(saved_config(checkpoint.facts.config), read_tensors(checkpoint, is_weight))
+    model = load_model(saved_config(checkpoint.facts.config, CONFIGURATION), read_tensors(checkpoint, is_weight))
     return Runs({name: str(value) for name, value in flags.items()}, model, alone.records, root)
 
 

@@ -48,7 +48,7 @@ def changes(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
     return [Change(name, before[name], now[name], policies[name]) for name in differing]
 
 
-def saved_config(saved: Mapping[str, Any], configuration: type[TrainConfig] = TrainConfig) -> TrainConfig:
+def saved_config(saved: Mapping[str, Any], configuration: type[TrainConfig]) -> TrainConfig:
     """Return the configuration in a checkpoint's facts without the settings that this version does not have.
 
     Raises ConfigError if one that decides the model or the optimizer is out of its range.

@@ -22,6 +22,7 @@ from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.extensions.checkpoints import newest_checkpoint, read_tensors
 from pretraining.run.start import parameter_shapes
+from pretraining.tools.convert.convert import main as convert
 from pretraining.tools.generate import base_weights, load_model
 from tests.checkpoint.small_run import PlainTrainee, open_run, small_config, train
 from tests.checkpoint.test_checkpoints import check_start_of, run
@@ -228,3 +229,12 @@ def test_another_optimizer_takes_weights_alone_from_a_checkpoint(tmp_path: Path)
     with pytest.raises(ConfigError, match=r"--optimizer=lion .*has the state of adamw; --load_weights_only=True"):
         check_start_of(other, tmp_path / "other")
     check_start_of(replace(other, load_weights_only=True), tmp_path / "other")
+
+
+@needs("optimizers", "huggingface")
+def test_a_checkpoint_of_an_optimizer_that_the_core_lacks_starts_other_runs_and_is_exported(tmp_path: Path) -> None:
+    run(tmp_path, num_steps=2, optimizer="muon")
+    for optimizer, weights_only in (("muon", False), ("adamw", True)):
+        fields = {"optimizer": optimizer, "load_weights_only": weights_only, "ckpt_load_path": str(tmp_path)}
+        check_start_of(small_config(tmp_path / optimizer, **fields), tmp_path / optimizer)
+    assert convert([str(tmp_path), str(tmp_path / "hf")]) == 0

@@ -130,7 +130,7 @@ def test_questions_are_scored_as_one_choice_at_a_time(folder: Path, capsys: pyte
 def by_hand(folder: Path, number: int) -> tuple[bool, bool]:
     """Whether the likeliest choice is right, and the likeliest per character."""
     checkpoint, asked = open_checkpoint(folder / "step_1"), QUESTIONS[number]
-    model = load_model(saved_config(checkpoint.facts.config), read_tensors(checkpoint, is_weight))
+    model = load_model(saved_config(checkpoint.facts.config, CONFIGURATION), read_tensors(checkpoint, is_weight))
     tokenizer = open_tokenizer(str(folder / "t.model"))
     before = tokenizer.encode([asked["context"]])[0] or [1]  # sentencepiece's <s>
     values = []

@@ -36,7 +36,7 @@ def check_start(saved: Mapping[str, Any], config: OtherWeightsConfig) -> list[Ch
 
 def check_moments(saved: Mapping[str, Any], config: OtherWeightsConfig) -> None:
     """Raise ConfigError if a new run would take up the state of another optimizer."""
-    before = saved_config(saved).optimizer
+    before = saved_config(saved, type(config)).optimizer
     if before != config.optimizer and not config.load_weights_only:
         remedy = f"the checkpoint at ckpt_load_path has the state of {before}; --load_weights_only=True leaves it out"
         raise ConfigError([Problem(f"--optimizer={config.optimizer}", remedy)])

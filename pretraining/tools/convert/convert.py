@@ -106,7 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not isinstance(flags.target, Path):
             raise UserError(f"{flags.target}: an export must be local: copy it afterwards")
         if not (flags.export_config or flags.allow_remote or flags.tokenizer_path):
-            refuse_remote("tokenizer_path", saved_config(source.facts.config).tokenizer_path, flags.source)
+            saved = saved_config(source.facts.config, CONFIGURATION)
+            refuse_remote("tokenizer_path", saved.tokenizer_path, flags.source)
         paths = map(location, comma_separated(flags.average_with))
         sources = [source, *(open_any_checkpoint(path, flags.allow_remote) for path in paths)]
         if flags.use_ema:
