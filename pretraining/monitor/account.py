@@ -18,7 +18,7 @@ from pretraining.monitor.figures import duration, percent
 # Activity -> its name in the report, in the order of the report.
 ACTIVITIES = {
     "train": "training",
-    "compile": "compilation",
+    "compile": "first steps",  # of each start, with what they compile
     "data_wait": "waiting for data",
     "validation": "validation",
     "save": "saves",

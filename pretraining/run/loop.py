@@ -195,8 +195,8 @@ def _may_continue(run: TrainingRun, figures: dict[str, float], step: int, known:
     run.report({"step": step, "loss": figures["loss"], "refused": skipped}, f"stopped: {message}")
     run.print(f"  batch of step {first}: sequences {begins} to {ends} of the data's order")
     run.print(f"  no update after step {first - 1} was applied; the same command would come to the same step")
-    skip = f"--skip_samples={begins}-{ends}"
-    run.print(f"  lower --learning_rate (with --override_lr_on_resume=True) or --grad_clip_thresh, or pass over {skip}")
+    clip = f"{'lower' if run.config.grad_clip_thresh else 'set'} --grad_clip_thresh"
+    run.print(f"  lower --learning_rate (--override_lr_on_resume=True), {clip}, or use --skip_samples={begins}-{ends}")
     return False
 
 

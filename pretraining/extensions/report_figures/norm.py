@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 
 @torch.no_grad()
@@ -15,7 +14,9 @@ def parameter_norm(trainee: Any) -> float:
     On the xla engine this is a graph of its own, which the first call compiles.
     """
     if trainee.engine.name == "xla":
-        norm = nn.utils.get_total_norm(list(trainee.model.parameters()), foreach=False)
+        # in fp32: torch's get_total_norm rounds the norm of each bf16 tensor to bf16
+        norms = [torch.linalg.vector_norm(weight, dtype=torch.float32) for weight in trainee.model.parameters()]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
         trainee.sync()
         return norm.item()
     from pretraining.parallel.torch.step import reduce_over_processes
