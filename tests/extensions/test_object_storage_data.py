@@ -185,6 +185,7 @@ def test_prepared_data_are_moved_to_object_storage_and_complete_with_their_flags
     tmp_path: Path, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("pretraining.extensions.tokenizers")
+    from pretraining.tools.convert.export_tokenizer import export_tokenizer
     from pretraining.tools.prepare import prepare
 
     monkeypatch.chdir(tmp_path)
@@ -208,6 +209,11 @@ def test_prepared_data_are_moved_to_object_storage_and_complete_with_their_flags
         (location(there) / name).read_bytes() == path.read_bytes() for name, path in files.items() if name != FLAGS
     )
     assert f"--valid_data_path={there}/valid" in (location(there) / FLAGS).read_text()
+    for folder in (location(there), location(f"{tmp_path}/local")):
+        (folder / "tokenizer_config.json").write_bytes(b'{"chat_template": "{{ messages[0].content }}"}')
+    exported = export_tokenizer(f"{there}/tokenizer.model")
+    assert exported == export_tokenizer(f"{tmp_path}/local/tokenizer.model")
+    assert b"chat_template" in exported[1]["tokenizer_config.json"]
     assert not list((tmp_path / "data").iterdir())
     capsys.readouterr()
     assert prepare.main([*command, "--text_key=other", f"--output={there}"]) == 2

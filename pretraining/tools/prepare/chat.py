@@ -22,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pretraining.config.errors import UserError
 from pretraining.data.layouts import read_dataset_json
 from pretraining.extensions.files import write_atomically
+from pretraining.storage import location
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 Message = Mapping[str, Any]  # "role" and "content", and what else the template reads
@@ -49,14 +50,14 @@ def find_template(file: str, tokenizer: str, special: Mapping[str, str]) -> Temp
     The own one is chat_template.jinja or a key of tokenizer_config.json, next to the tokenizer. special: the tokens
     that the tokenizer itself names.
     """
-    folder = Path(tokenizer).parent
+    folder = location(tokenizer).parent
     config = read_dataset_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     groups = [config.get(name) for name in ("extra_special_tokens", "model_specific_special_tokens")]
     named = {name: value for group in (config, *groups) if isinstance(group, dict) for name, value in group.items()
              if name.endswith("_token") and isinstance(value, str | dict)}  # fmt: skip
     contents = {name: value["content"] if isinstance(value, dict) else value for name, value in named.items()}
     special = {**special, **{name: value for name, value in contents.items() if value}}
-    path = Path(file) if file else folder / "chat_template.jinja"
+    path = location(file) if file else folder / "chat_template.jinja"
     if path.is_file():
         return TemplateSource(path.read_text(), special, str(path))
     if file:
@@ -78,7 +79,7 @@ def check_tokens(source: TemplateSource, path: str, has_token: Callable[[str], b
 
     A sentencepiece model is often one of them: added_tokens.json and tokenizer_config.json have the tokens of a chat.
     """
-    folder, names = Path(path).parent, list[str]()
+    folder, names = location(path).parent, list[str]()
     for file, key in (("added_tokens.json", ""), ("tokenizer_config.json", "added_tokens_decoder")):
         content = read_dataset_json(folder / file) if (folder / file).is_file() else {}
         added = content.get(key) if key else content
