@@ -232,7 +232,7 @@ def test_another_start_makes_one_request_for_each_shard(tmp_path: Path, proxy: F
 
 
 # "slow" comes first: what the others read ahead may be repeated after their end, which the same counter counts.
-@pytest.mark.parametrize("fault", ["slow", "cut", "500", "503", "truncate"])
+@pytest.mark.parametrize("fault", [pytest.param("slow", marks=pytest.mark.slow), "cut", "500", "503", "truncate"])
 def test_a_passing_network_error_is_repeated_and_counted(tmp_path: Path, proxy: FaultProxy, fault: str) -> None:
     local, remote = local_and_remote(tmp_path, proxy, "flat", f"passing-{fault}", shards=1)
     expected, before = rows(open_stream(local), 10), RETRIES.count

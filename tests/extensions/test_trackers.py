@@ -109,6 +109,7 @@ def test_tags_are_grouped_by_what_they_measure(name: str, tag: str) -> None:
     assert sinks.tag_of(name) == tag
 
 
+@pytest.mark.slow
 def test_wandb_gets_the_records_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="the optional wandb package is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -135,6 +136,7 @@ def test_wandb_without_an_account_is_an_error_with_the_remedy(tmp_path: Path) ->
     assert "WANDB_MODE=offline" in ended.stderr
 
 
+@pytest.mark.slow
 def test_aim_gets_the_records_and_a_continued_run_is_the_same_run(tmp_path: Path) -> None:
     aim = pytest.importorskip("aim", reason="the optional aim package is not installed")
     config = TrackersConfig(tracker="aim", tensorboard=False)

@@ -69,6 +69,7 @@ def test_every_package_that_the_source_imports_is_pinned_or_named_when_it_is_mis
     assert named <= pins("requirements/all.txt").keys() | pins("requirements/tools.txt").keys()
 
 
+@pytest.mark.slow
 @complete
 @pytest.mark.parametrize("package", TOOLS)
 def test_a_missing_package_is_one_error_that_names_the_command_which_installs_it(package: str, tmp_path: Path) -> None:

@@ -135,6 +135,7 @@ def test_set_up_installs_once_again_after_a_change_and_again_after_a_failure(che
     assert [installs(), installs()] == [True, False]
 
 
+@pytest.mark.slow
 def test_an_installation_prints_a_line_every_five_seconds_and_no_warnings_of_pip(checkout: Path) -> None:
     environment = {"PYTHON": str(write_executable(checkout / "stub", STUB)), "SECONDS_OF_PIP": "6"}
     done = bash(checkout, "source scripts/setup.sh; set_up requirements.txt", **environment)
@@ -182,6 +183,7 @@ def test_without_a_supported_python_the_message_says_what_to_install(checkout: P
     assert "PYTHON=/path/to/python3.12" in failed.stderr
 
 
+@pytest.mark.slow
 def test_mistakes_in_the_flags_are_reported_once_by_all_processes_of_a_host(installed: Path) -> None:
     ended = bash(installed, "bash scripts/train.sh --use_dummy_dataset --batch_sise=4", NPROC="2", ENGINE="torhc")
     # A machine with other work may start the second process seconds later, which a line says every 4 s

@@ -289,6 +289,7 @@ SEARCHED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", chosen(SEARCHED, ("8-A100-80", "16-h100", "16-tpu-v5p")))
 def test_the_flags_of_every_row_give_its_figures_and_train_on_its_engine(case: str) -> None:
     asked = {"model_variant": "llama3_8b", "batch_size": 2, "seq_length": 4096, **SEARCHED[case], "plan": True}
