@@ -200,7 +200,7 @@ def test_the_commands_work_and_a_used_target_is_refused(tmp_path: Path, capsys: 
     assert "--tokenizer_path=gone.model: no such file" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main([str(tmp_path / "run"), str(tmp_path / "other"), "--shard_size=inf"])
-    assert "--shard_size: invalid whole_bytes value: 'inf'" in capsys.readouterr().err
+    assert "--shard_size: inf: use a number, 1 or above" in capsys.readouterr().err
     assert not list(tmp_path.glob("other*"))
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -52,7 +51,7 @@ from pretraining.extensions.huggingface.folder import INDEX, SINGLE, is_huggingf
 from pretraining.extensions.huggingface.gpt_neox import fuse, their_names
 from pretraining.models.init import on_meta
 from pretraining.storage import DISK, PARTIAL, Location, location, rename
-from pretraining.tools.arguments import ArgumentParser, ends_on_mistakes
+from pretraining.tools.arguments import ArgumentParser, at_least, ends_on_mistakes
 from pretraining.tools.convert.description import config_json
 from pretraining.tools.convert.export_tokenizer import export_tokenizer
 from pretraining.tools.convert.pickles import (
@@ -119,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file = read_trainer_file(flags.export_config, more)
             print(to_ranks(source, flags.target, file, dtype, flags.vocab_size, flags.hw_backend, others))
             return 0
-        print(to_huggingface(source, flags.target, dtype, flags.tokenizer_path, flags.shard_size, others))
+        print(to_huggingface(source, flags.target, dtype, flags.tokenizer_path, int(flags.shard_size), others))
     return 0
 
 
@@ -175,17 +174,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="order of GPT-NeoX's grouped queries: written by its code of 2024-11-14 or later, or by an older one",
     )
     parser.add_argument("--neox_gated_ffn", default="", help="as in training, for the file of --import_config")
+    size = at_least(1, float)
     parser.add_argument(
-        "--shard_size", type=whole_bytes, default=SHARD_SIZE, help="bytes of a file at most (default: %(default)g)"
+        "--shard_size", type=size, default=SHARD_SIZE, help="bytes of a file at most (default: %(default)g)"
     )
     return parser.parse_args(arguments)
-
-
-def whole_bytes(text: str) -> int:
-    """Read a number of bytes, 1 or above, such as 5e9."""
-    if not 1 <= (value := float(text)) < math.inf:
-        raise ValueError
-    return int(value)
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
