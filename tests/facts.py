@@ -6,7 +6,8 @@ from typing import Any
 
 from main_training import CONFIGURATION
 from pretraining.config.variants import VARIANTS
-from pretraining.optim.schedule import learning_rate, milestone_steps
+from pretraining.extensions.milestones import milestone_steps
+from pretraining.optim.schedule import learning_rate
 
 SIZE = VARIANTS["llama2_7b"].parameters
 

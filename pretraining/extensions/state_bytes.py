@@ -6,7 +6,7 @@ The facts printed at the start, the memory check and the plan read them here, so
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,7 +16,12 @@ from pretraining.optim.optimizer import build_optimizer, moment_shape
 from pretraining.optim.precision import precision_of
 from pretraining.parallel.layout import Layout, TorchLayout
 from pretraining.parallel.mesh import Mesh
-from pretraining.parallel.sharding import Spec, shards_along, without_single
+from pretraining.parallel.sharding import Axis, Spec, axes_of, without_single
+
+
+def shards_along(axis: Axis, mesh: Mapping[str, int]) -> int:
+    """Return the number of shards of a dimension in `mesh` (axis -> ranks)."""
+    return math.prod(mesh[name] for name in axes_of(axis))
 
 
 class StateTensor(NamedTuple):

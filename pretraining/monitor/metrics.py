@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,6 +23,12 @@ from pretraining.monitor.account import carried, is_account
 Record = Mapping[str, Any]  # "step" (1-based, after the update) and what is reported of it
 FILE_NAME = "metrics.jsonl"
 BEAT = 1.0  # s between signs of life
+# Most records: numbers far below every limit, and an account. To match one takes 1.4 us, to parse it 7.
+_FRACTION = r"(?:\.\d{1,20}+)?+(?:e-\d\d)?+"
+_FIGURE = rf'"(?!step"|account|consumed|data_hash)[\w/.-]++": (?:null|true|false|-?(?:0|[1-9]\d{{0,17}}+){_FRACTION})'
+_SECONDS = rf'"[a-z_]++": (?:0|[1-9]\d{{0,9}}+){_FRACTION}'
+_ACCOUNT = rf'"account": {{(?:{_SECONDS}, )*+(?="time"){_SECONDS}}}'
+PLAIN = re.compile(rf'{{"step": [1-9]\d{{0,8}}+(?:, (?:{_FIGURE}|{_ACCOUNT}))*+}}'.encode())
 
 
 class Metrics:
@@ -115,9 +122,10 @@ def latest_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def check_metrics(path: Path) -> None:
-    """Raise UserError as `read_metrics` does, but keep no record: half the time for a million lines."""
-    for _ in latest_records(path):
-        pass
+    """Raise UserError as `read_metrics` does, but keep no record: a quarter of the time for a million lines."""
+    for number, line in enumerate(_lines(path), 1):
+        if not PLAIN.fullmatch(line):
+            _parse(path, number, line)
 
 
 def _lines(path: Path) -> list[bytes]:

@@ -5,8 +5,6 @@ Does not depend on optimizers or devices. Steps are 0-based optimizer updates. F
 
 from __future__ import annotations
 
-import math
-
 from pretraining.config.schedules import Curve
 from pretraining.config.training import TrainConfig
 
@@ -41,9 +39,3 @@ def warmup_steps(config: TrainConfig) -> float:
         return config.lr_warmup_steps or 0
     share = config.lr_warmup_ratio * total
     return int(share) if config.schedules()[config.lr_schedule].rounds_warmup else share
-
-
-def milestone_steps(config: TrainConfig) -> list[int]:
-    """Updates (0-based) that characterise the schedule: the first, the end of warm-up, the middle and the last."""
-    total = min(config.lr_decay_steps or config.num_steps, config.num_steps)
-    return sorted({0, min(math.ceil(warmup_steps(config)), config.num_steps - 1), total // 2, config.num_steps - 1})

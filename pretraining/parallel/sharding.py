@@ -8,7 +8,6 @@ dimension that is not sharded.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -127,8 +126,3 @@ def _without(axis: Axis, dropped: tuple[str, ...] | list[str]) -> Axis:
 def axes_of(axis: Axis) -> tuple[str, ...]:
     """Return the mesh axes that shard one dimension, the slowest first."""
     return (axis,) if isinstance(axis, str) else axis or ()
-
-
-def shards_along(axis: Axis, mesh: Mapping[str, int]) -> int:
-    """Return the number of shards of a dimension in `mesh` (axis -> ranks)."""
-    return math.prod(mesh[name] for name in axes_of(axis))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import tempfile
@@ -91,6 +92,29 @@ def test_a_foreign_line_in_the_middle_is_an_error_that_names_file_and_line(tmp_p
     for read in (read_metrics, check_metrics):
         with pytest.raises(UserError, match=r"metrics\.jsonl: line 2 "):
             read(path)
+
+
+FIGURES = st.sampled_from(["loss", "a/b-c.d", "step", "account", "consumed", "data_hash", "step_time"])
+ACCOUNTS = st.dictionaries(st.sampled_from(["train", "time"]), st.floats(-1.0, 2e10) | st.integers(-1, 2**40))
+VALUES = st.floats() | st.integers(-(2**70), 2**70) | st.booleans() | st.none() | st.text("ab") | ACCOUNTS
+
+
+@given(st.data())
+def test_a_line_that_is_not_parsed_is_a_record(data: st.DataObject) -> None:
+    record = {"step": data.draw(st.integers(0, 2**40)), **data.draw(st.dictionaries(FIGURES, VALUES, max_size=4))}
+    line = json.dumps(record)
+    if data.draw(st.booleans()):  # damaged
+        start = data.draw(st.integers(0, len(line)))
+        line = line[:start] + data.draw(st.text('0-.e{}", ', max_size=2)) + line[start + data.draw(st.integers(0, 2)) :]
+    path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
+    path.write_text(line + "\n")
+    try:
+        read_metrics(path)
+    except UserError:
+        with pytest.raises(UserError):
+            check_metrics(path)
+    else:
+        check_metrics(path)
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "link to nothing"])

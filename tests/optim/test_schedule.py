@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from main_training import CONFIGURATION, configure
 from pretraining.config.schedules import SCHEDULES, Curve, fms_cosine
 from pretraining.config.training import TrainConfig
-from pretraining.optim.schedule import learning_rate, milestone_steps
+from pretraining.extensions.milestones import milestone_steps
+from pretraining.optim.schedule import learning_rate
 
 totals = st.integers(1, 10**7)
 peaks = st.floats(1e-8, 10.0)

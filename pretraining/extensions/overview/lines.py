@@ -15,10 +15,11 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import ModelShape, model_shape
 from pretraining.extensions.devices import DeviceKind
 from pretraining.extensions.flops import flops_formula, training_flops
+from pretraining.extensions.milestones import milestone_steps
 from pretraining.extensions.state_bytes import state_bytes
 from pretraining.extensions.units import amount, describe_micro_batches, flop, size
 from pretraining.optim.precision import precision_of
-from pretraining.optim.schedule import learning_rate, milestone_steps
+from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.engine import Engine
 from pretraining.parallel.mesh import Mesh, kv_repeats
 from pretraining.parallel.recompute import model_mask

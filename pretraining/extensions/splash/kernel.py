@@ -18,9 +18,10 @@ import torch_xla.distributed.spmd as xs
 from torch import Tensor
 
 from pretraining.extensions.splash.programs import SplashShape, lowered
+from pretraining.extensions.state_bytes import shards_along
 from pretraining.models.chunked import AttentionMask
 from pretraining.parallel.mesh import Mesh
-from pretraining.parallel.sharding import BATCH_AXES, Spec, on_mesh, shards_along
+from pretraining.parallel.sharding import BATCH_AXES, Spec, on_mesh
 
 QUERIES: Spec = (BATCH_AXES, "tensor", "context", None)  # of q and y, [rows, heads, tokens, width]
 KEYS: Spec = (BATCH_AXES, "tensor", None, None)  # of k and v

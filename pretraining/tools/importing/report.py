@@ -12,7 +12,8 @@ from pretraining.config.errors import UserError, counted
 from pretraining.config.grammar import parse_steps
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
-from pretraining.optim.schedule import learning_rate, milestone_steps
+from pretraining.extensions.milestones import milestone_steps
+from pretraining.optim.schedule import learning_rate
 from pretraining.tools.importing.resolve import ImportResult, KeyReport, settings
 
 STATUSES = ("mapped", "implied", "different", "ignored", "unsupported")
