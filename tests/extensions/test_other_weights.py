@@ -222,6 +222,7 @@ def test_adapters_do_not_continue_on_other_weights_than_they_were_trained_on(tmp
         base_weights(open_checkpoint(newest_checkpoint(log_dir)), config)
 
 
+@needs("optimizers")
 def test_another_optimizer_takes_weights_alone_from_a_checkpoint(tmp_path: Path) -> None:
     run(tmp_path, num_steps=2)
     source = str(tmp_path / "checkpoints")
