@@ -29,7 +29,7 @@ from pretraining.tools.importing.shared import betas, optimizer_arguments, vocab
 
 GATED = ("swiglu", "geglu", "reglu")
 HYBRID = "hybrid_cosine_inv_sqrt_2"  # lr_decay_style of Stable LM 2
-SILU_GATED = ("llama", "gated")  # mlp_type of NeoX, and of StableLM
+GATED_TYPES = ("llama", "gated")  # mlp_type of NeoX, and of StableLM
 
 
 # ---- architecture
@@ -95,14 +95,14 @@ def _qk_norm(value: Any, _: ForeignConfig) -> Conversion:
 
 def _mlp_bias(value: Any, source: ForeignConfig) -> Conversion:
     """LLaMAParallelMLP, which mlp_type builds, has no biases, and does not read the key."""
-    if source.get("mlp_type") in SILU_GATED:
+    if source.get("mlp_type") in GATED_TYPES:
         return implied(f"mlp_type {source.get('mlp_type')} has none", mlp_bias=False)
     return mapped(mlp_bias=value)
 
 
 def _hidden_dropout(value: Any, source: ForeignConfig) -> Conversion:
     """ParallelTransformerLayer adds the output of a feed-forward layer without biases as it is."""
-    has_biases = source.get("use_bias_in_mlp") and source.get("mlp_type") not in SILU_GATED
+    has_biases = source.get("use_bias_in_mlp") and source.get("mlp_type") not in GATED_TYPES
     if not value or has_biases or source.get("gpt_j_residual"):
         return mapped(hidden_dropout=value)
     note = "NeoX drops nothing of the output of a feed-forward layer without biases, this recipe does"
@@ -135,8 +135,8 @@ def _tied_norms(value: Any, source: ForeignConfig) -> Conversion:
 
 def _activation(value: Any, source: ForeignConfig) -> Conversion:
     name = str(value).lower()
-    if source.get("mlp_type") in SILU_GATED:
-        return implied(f"mlp_type {source.get('mlp_type')} is gated: SwiGLU", activation="swiglu")
+    if source.get("mlp_type") in GATED_TYPES:
+        return _gated_activation(name, source)
     for key in ("bias_gelu_fusion", "te_layernorm_mlp"):
         if name == "gelu" and source.get(key):
             return implied(f"{key} computes the tanh approximation", activation="gelu_tanh")
@@ -144,6 +144,15 @@ def _activation(value: Any, source: ForeignConfig) -> Conversion:
     if name not in known:
         return unsupported_value(f"known are {', '.join(known)}")
     return mapped(activation="silu" if name == "swish" else name)
+
+
+def _gated_activation(name: str, source: ForeignConfig) -> Conversion:
+    """LLaMAParallelMLP: the function that activation names, times a second projection."""
+    gated = {"silu": "swiglu", "swish": "swiglu", "swiglu": "swiglu", "gelu": "geglu", "relu": "reglu"}
+    kind = f"mlp_type {source.get('mlp_type')}"
+    if name not in gated or (name == "gelu" and source.get("bias_gelu_fusion")):
+        return unsupported_value(f"{kind} takes silu, relu, or gelu without bias_gelu_fusion")
+    return implied(f"gated by {kind}", activation=gated[name])
 
 
 def feed_forward(source: ForeignConfig) -> Conversion:
@@ -157,7 +166,7 @@ def feed_forward(source: ForeignConfig) -> Conversion:
     multiple = source.integer("mlp_multiple_of")
     if not is_integer(written) or hidden < 1 or multiple < 1:
         return unsupported_value("expected whole numbers")
-    if source.get("mlp_type") in SILU_GATED or source.flags.get("neox_gated_ffn") == "legacy":
+    if source.get("mlp_type") in GATED_TYPES or source.flags.get("neox_gated_ffn") == "legacy":
         given = source.get("intermediate_size")
         width = given or 256 * math.ceil(int(8 * hidden / 3) / 256)
         return implied("the gated layers' width before September 2024", intermediate_size=width)
@@ -215,7 +224,7 @@ ARCHITECTURE = {
         "gelu is then gelu_tanh",
     ),
     "mlp_type": choice(
-        {"regular": unchanged("as activation says"), **dict.fromkeys(SILU_GATED, implied("SwiGLU, with activation"))}
+        {"regular": unchanged("as activation says"), **dict.fromkeys(GATED_TYPES, implied("gates activation"))}
     ),
     **each(
         "intermediate_size expansion_factor mlp_multiple_of",
