@@ -57,7 +57,16 @@ def _max_steps(value: Any, source: ForeignConfig) -> Conversion:
         return implied("no limit in the file", num_steps=source.flags["num_steps"])
     if source.get("trainer.max_epochs", -1) == -1:
         return unsupported_value("no stopping criterion: max_epochs is -1 too; give --num_steps")
+    if _has_open_schedule(source):
+        return unsupported_value("max_epochs ends the run, and where its schedule ends is not known; give --num_steps")
     return implied("no limit in steps; max_epochs ends the run")
+
+
+def _has_open_schedule(source: ForeignConfig) -> bool:
+    """Return whether the learning rate falls until a step that only the data have. NxD Training builds no schedule."""
+    name, last = (source.get(f"model.optim.sched.{key}") for key in ("name", "max_steps"))
+    has_end = last not in (None, -1) and source.get("model_source") is None
+    return not (has_end or str(name).lower() == "warmuppolicy" or source.has_flag("lr_decay_steps", "lr_schedule"))
 
 
 def _max_epochs(value: Any, source: ForeignConfig) -> Conversion:
@@ -146,7 +155,7 @@ TRAINER = {
     "trainer.devices": KeyMapping(_devices, WORLD, "per node; times num_nodes; also those of a plan"),
     "trainer.num_nodes": KeyMapping(_devices, WORLD, "times devices"),
     "trainer.max_epochs": KeyMapping(_max_epochs, ("num_epochs",), "-1: none"),
-    "trainer.max_steps": KeyMapping(_max_steps, ("num_steps",), "optimizer steps; -1: max_epochs ends the run"),
+    "trainer.max_steps": KeyMapping(_max_steps, ("num_steps",), "optimizer steps; -1: max_epochs ends a constant rate"),
     "trainer.log_every_n_steps": to("report_interval"),
     "trainer.val_check_interval": KeyMapping(_val_interval, ("val_interval",), "steps; beyond max_steps: 0"),
     "trainer.check_val_every_n_epoch": KeyMapping(_each_epoch, (), "null alone"),

@@ -216,6 +216,15 @@ def _half(value: Any, source: ForeignConfig) -> Conversion:
     return precision("fp32")
 
 
+def _epochs(value: Any, source: ForeignConfig) -> Conversion:
+    """NeoX counts the steps of the epochs when it has the data (`megatron/data/data_utils.py`)."""
+    known = source.values.get("train_iters") or source.values.get("lr_decay_iters")
+    is_constant = str(source.get("lr_decay_style")).lower() == "constant" and not source.get("warmup")
+    if not (known or is_constant or source.has_flag("num_steps", "lr_decay_steps", "lr_schedule")):
+        return unsupported_value("where its schedule ends is not known; give --num_steps")
+    return mapped(num_epochs=value)
+
+
 def _save(value: Any, source: ForeignConfig) -> Conversion:
     if not source.get("save_interval") and not source.get("checkpoint_factor"):
         return unsupported_value("save without save_interval or checkpoint_factor, which NeoX refuses too")
@@ -270,7 +279,7 @@ def _budget(batches: Any, source: ForeignConfig) -> str:
 _PRECISIONS = choice({"bfloat16": precision("mixed_bf16"), "fp16": precision("fp16"), "fp32": precision("fp32")})
 RUN = {
     "train_iters": to("num_steps"),
-    "train_epochs": to("num_epochs"),
+    "train_epochs": KeyMapping(_epochs, ("num_epochs",), "with lr_decay_iters, or --num_steps"),
     **each("train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gas", BATCH),
     **same_names(
         "checkpoint_scale keep_last_n_checkpoints tensorboard_dir log_dir log_param_norm log_grad_norm memory_profiling"
