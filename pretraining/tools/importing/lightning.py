@@ -134,7 +134,8 @@ def _each_epoch(value: Any, source: ForeignConfig) -> Conversion:
     return unsupported_value("validation by epochs; make it null and give --val_interval in steps")
 
 
-def _clip(value: Any, _: ForeignConfig) -> Conversion:
+def clip(value: Any, _: ForeignConfig) -> Conversion:
+    """The norm above which gradients are scaled down."""
     if isinstance(value, int | float) and value <= 0:
         return implied("0 or less: gradients are not clipped", grad_clip_thresh=0.0)
     return mapped(grad_clip_thresh=value)
@@ -162,7 +163,7 @@ TRAINER = {
     "trainer.num_sanity_val_steps": KeyMapping(_sanity_steps, ("val_sanity_steps",), "-1: as many as val_steps"),
     "trainer.limit_val_batches": _batches("val_steps"),
     "trainer.limit_test_batches": _batches("test_steps"),
-    "trainer.gradient_clip_val": KeyMapping(_clip, ("grad_clip_thresh",), "null: 0, never"),
+    "trainer.gradient_clip_val": KeyMapping(clip, ("grad_clip_thresh",), "null: 0, never"),
     "trainer.accumulate_grad_batches": only((1,), "accumulation follows from the batch sizes"),
     "trainer.gradient_clip_algorithm": only(("norm",), "gradients are clipped by their norm"),
     "trainer.overfit_batches": only((0.0, 0), "a debugging aid of Lightning's"),

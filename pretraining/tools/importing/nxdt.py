@@ -135,7 +135,28 @@ def _of_megatron(value: Any) -> Callable[[ForeignConfig], Any]:
     return lambda source: value if source.get("model_source") == "megatron" else None
 
 
-# ---- precision
+# ---- precision and clipping
+
+
+def _clip(value: Any, source: ForeignConfig) -> Conversion:
+    """initialize_optimizer_from_class of NxD Core's `trainer/trainer.py` hands its ZeRO-1 optimizer no threshold."""
+    is_given = source.values.get("trainer.gradient_clip_val") is not None
+    if is_given and value != 1 and source.get("distributed_strategy.zero1"):
+        return differs("as written; with zero1 NxD Core clips at 1.0 whatever is written", grad_clip_thresh=value)
+    return lightning.clip(value, source)
+
+
+def _in_fp32(source: ForeignConfig, **values: Any) -> Conversion:
+    """A precision with fp32 parameters or sums, which NxD Core's ZeRO-1 optimizer alone has."""
+    if source.get("distributed_strategy.zero1"):
+        return mapped(**values)
+    return differs("in fp32 as written; without zero1 NxD Core has no such copy, or refuses it", **values)
+
+
+def _type(value: Any, source: ForeignConfig) -> Conversion:
+    conversion = _TYPES.convert(value, source)
+    return _in_fp32(source, **conversion.values) if str(value).lower().startswith("mixed") else conversion
+
 
 _MANUAL = "read by NxD Training with type manual alone"
 
@@ -144,7 +165,8 @@ def _knob(name: str) -> KeyMapping:
     def convert(value: Any, source: ForeignConfig) -> Conversion:
         if source.get("precision.type") != "manual":
             return ignored(_MANUAL)
-        return mapped(**{name: str(value).lower() in ("1", "true")})
+        is_on = str(value).lower() in ("1", "true")
+        return _in_fp32(source, **{name: is_on}) if is_on and name != "stochastic_rounding" else mapped(**{name: is_on})
 
     return KeyMapping(convert, (name,), "with type manual alone")
 
@@ -166,15 +188,16 @@ def _bf16_switch(value: Any, source: ForeignConfig) -> Conversion:
     return implied("parameters and activations in bf16")
 
 
+_TYPES = choice(
+    {
+        "mixed_precision": precision("mixed_bf16"),
+        **dict.fromkeys(("mixed_precisionsr", "mixed_precision_sr"), precision("mixed_bf16_sr")),
+        "bf16sr": precision("bf16_sr"),
+        **{name: precision(name) for name in ("fp32", "autocast", "manual")},
+    }
+)
 PRECISION = {
-    "precision.type": choice(
-        {
-            "mixed_precision": precision("mixed_bf16"),
-            **dict.fromkeys(("mixed_precisionsr", "mixed_precision_sr"), precision("mixed_bf16_sr")),
-            "bf16sr": precision("bf16_sr"),
-            **{name: precision(name) for name in ("fp32", "autocast", "manual")},
-        }
-    ),
+    "precision.type": _TYPES._replace(convert=_type),
     "precision.master_weights": _knob("master_weights"),
     "precision.fp32_grad_acc": _knob("fp32_grad_acc"),
     "precision.neuron_rt_stochastic_rounding_en": _knob("stochastic_rounding"),
@@ -258,6 +281,9 @@ FORMAT = TrainerFormat(
         ),
         "compiler_cache_url": KeyMapping(_compile_cache, ("compile_cache_dir",), "a local folder, with --engine=xla"),
         **lightning.TRAINER,
+        "trainer.gradient_clip_val": KeyMapping(
+            _clip, ("grad_clip_thresh",), "null: 0, never; with zero1 NxD Core's 1.0"
+        ),
         **lightning.EXP_MANAGER,
         **megatron.parallel_section("distributed_strategy."),
         "distributed_strategy.zero1": to_one_of("sharding_strategy", {True: "zero1", False: "ddp"}),
