@@ -407,6 +407,13 @@ def _of_corpora(mapping: KeyMapping) -> KeyMapping:
     return mapping._replace(convert=convert)
 
 
+def _reset_positions(value: Any, source: ForeignConfig) -> Conversion:
+    """RotaryEmbedding takes the length of a row; learned embeddings alone take positions."""
+    if value and source.get("model.position_embedding_type") != "learned_absolute":
+        return differs("as documented; rotary positions there count through the row", reset_position_ids=value)
+    return mapped(reset_position_ids=value)
+
+
 def data_section(prefix: str) -> dict[str, KeyMapping]:
     """The keys of the data section. prefix: "data." in NxD Training, "model.data." in NeMo."""
     stores = choice(
@@ -425,7 +432,10 @@ def data_section(prefix: str) -> dict[str, KeyMapping]:
         return stores.convert(value, source)
 
     mappings = {
-        **same_names("seq_length reset_position_ids reset_attention_mask eod_mask_loss"),
+        "seq_length": to("seq_length"),
+        "reset_position_ids": KeyMapping(_reset_positions, ("reset_position_ids",)),
+        "reset_attention_mask": shared.not_read("reset_attention_mask", "causal attention there reads no such mask"),
+        "eod_mask_loss": shared.MASK_EOD,
         "data_prefix": _prefixes(""),
         "data_prefix.train": _prefixes(""),
         "data_prefix.validation": _prefixes("valid_"),

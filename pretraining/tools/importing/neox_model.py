@@ -25,7 +25,7 @@ from pretraining.tools.importing.mappings import (
     to,
     to_one_of,
 )
-from pretraining.tools.importing.shared import betas, optimizer_arguments, vocabulary_multiple
+from pretraining.tools.importing.shared import MASK_EOD, betas, not_read, optimizer_arguments, vocabulary_multiple
 
 GATED = ("swiglu", "geglu", "reglu")
 HYBRID = "hybrid_cosine_inv_sqrt_2"  # lr_decay_style of Stable LM 2
@@ -208,8 +208,10 @@ def _attention(value: Any, _: ForeignConfig) -> Conversion:
 ARCHITECTURE = {
     **same_names(
         "num_layers hidden_size num_attention_heads num_kv_heads seq_length max_position_embeddings attention_dropout "
-        "seed eod_mask_loss reset_attention_mask reset_position_ids"
+        "seed"
     ),
+    "eod_mask_loss": MASK_EOD,
+    **{name: not_read(name, "NeoX's code does not read it") for name in ("reset_attention_mask", "reset_position_ids")},
     "hidden_dropout": KeyMapping(_hidden_dropout, ("hidden_dropout",)),
     "norm": KeyMapping(_norm, ("norm_type",), "layernorm, rmsnorm"),
     "layernorm_epsilon": _epsilon("layernorm"),

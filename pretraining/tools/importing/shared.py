@@ -152,6 +152,25 @@ def _shares(value: Any, source: ForeignConfig) -> Conversion:
 SPLIT = KeyMapping(_shares, ("split",), "not where each part has data of its own")
 
 
+def _mask_eod(value: Any, _: ForeignConfig) -> Conversion:
+    """Micro-batches then differ in their trained tokens, which the trainers' loss, a mean of means, does not weigh."""
+    if not value:
+        return mapped(eod_mask_loss=value)
+    return differs("the loss is a mean over all trained tokens, not of the micro-batches' means", eod_mask_loss=value)
+
+
+MASK_EOD = KeyMapping(_mask_eod, ("eod_mask_loss",))
+
+
+def not_read(name: str, reason: str) -> KeyMapping:
+    """A switch that is followed as documented, and that the trainer's code does not read."""
+
+    def convert(value: Any, _: ForeignConfig) -> Conversion:
+        return differs(f"as documented; {reason}", **{name: value}) if value else mapped(**{name: value})
+
+    return KeyMapping(convert, (name,))
+
+
 def _workers(value: Any, _: ForeignConfig) -> Conversion:
     """Threads of the data loader."""
     return differs("at least one thread reads ahead", num_workers=1) if value == 0 else mapped(num_workers=value)
