@@ -378,11 +378,22 @@ def _decay_to(value: Any, source: ForeignConfig) -> Conversion:
     return differs("times the peak; no key of NeoX's own", min_lr=value * rate)
 
 
+def _decay_steps(value: Any, source: ForeignConfig) -> Conversion:
+    """AnnealingLR of 2023 does not end its curves: the cosine rises again, the exponential falls on."""
+    has_curve = source.era != "2022" and str(source.get("lr_decay_style")).lower() in ("cosine", "exponential")
+    if is_integer(value) and value < source.integer("train_iters", 0) and has_curve and optimizer_of(source) != ONE_BIT:
+        return differs("the rate then stays; from 2023 to 2026 NeoX's curve went on, a cosine up", lr_decay_steps=value)
+    return mapped(lr_decay_steps=value)
+
+
 def _decay_share(value: Any, source: ForeignConfig) -> Conversion:
     steps = source.integer("train_iters", 0)
     if not isinstance(value, int | float) or not 0 < value <= 1 or steps < 1:
         return unsupported_value("expected a share of train_iters")
-    return implied(f"of train_iters={steps}", lr_decay_steps=int(value * steps))
+    if source.get("lr_decay_iters") is not None:
+        return ignored("lr_decay_iters counts")
+    conversion = _decay_steps(max(int(value * steps), 1), source)
+    return implied(f"of train_iters={steps}", **conversion.values) if conversion.status == "mapped" else conversion
 
 
 OPTIM = {
@@ -399,7 +410,7 @@ OPTIM = {
     "clip_grad": KeyMapping(_clip_grad, ("grad_clip_thresh",), "where gradient_clipping is absent"),
     "weight_decay": KeyMapping(_top_decay, ("weight_decay",), "not read by SM3 and OneBitAdam"),
     "lr_decay_style": KeyMapping(_style, ("lr_schedule",), "neox_ or neox2022_ and the style"),
-    "lr_decay_iters": to("lr_decay_steps"),
+    "lr_decay_iters": KeyMapping(_decay_steps, ("lr_decay_steps",)),
     "lr_decay_fraction": KeyMapping(_decay_share, ("lr_decay_steps",), "times train_iters"),
     "cooldown": KeyMapping(_cooldown, ("lr_cooldown_steps",), f"share of train_iters, of {HYBRID}"),
     "warmup": KeyMapping(_warmup, ("lr_warmup_ratio",), "share of the schedule"),
