@@ -480,6 +480,34 @@ def tokenizer_section(prefix: str) -> dict[str, KeyMapping]:
     }
 
 
+# ---- keys that another trainer's models read
+
+
+def unread(names: str, why: Callable[[ForeignConfig], str]) -> dict[str, KeyMapping]:
+    """Keys of the architecture that are followed where the trainer does not read them. why: returns the reason, or
+    nothing where it does."""
+
+    def followed(mapping: KeyMapping) -> KeyMapping:
+        def convert(value: Any, source: ForeignConfig) -> Conversion:
+            conversion, reason = mapping.convert(value, source), why(source)
+            fields = conversion.values if conversion.status in ("mapped", "implied") else {}
+            decides = fields.keys() <= source.settings.keys() and any(
+                source.settings[name].default != setting for name, setting in fields.items()
+            )
+            return differs(f"as written; {reason}", **fields) if reason and decides else conversion
+
+        return mapping._replace(convert=convert)
+
+    return {f"model.{name}": followed(ARCHITECTURE[f"model.{name}"]) for name in names.split()}
+
+
+# Names of NxD Training's models alone
+OF_NXDT = """num_kv_heads has_bias rope_theta sliding_window sliding_window_size position_interpolation_factor
+    positition_interpolation_factor position_freq_base position_abf_factor"""
+# Names of NeMo's models alone; NxD Training documents position_interpolation_factor, and reads the other spelling
+OF_NEMO = """num_query_groups bias rotary_base rope_theta sliding_window window_size position_interpolation_factor
+    seq_len_interpolation_factor scale_positional_embedding apply_embedding_scaling qkv_bias"""
+
 # ---- across keys
 
 

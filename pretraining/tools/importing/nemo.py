@@ -60,6 +60,10 @@ def _norm_decay(value: Any, source: ForeignConfig) -> Conversion:
     return megatron.norm_decay(value, finds_norms=not is_core or own)
 
 
+def _unread_by_core(source: ForeignConfig) -> str:
+    return "megatron-core's layers, of mcore_gpt, do not read it" if source.get("model.mcore_gpt") else ""
+
+
 _PRECISIONS = choice(
     {
         **dict.fromkeys((32, "32", "32-true"), precision("fp32")),
@@ -136,6 +140,8 @@ FORMAT = TrainerFormat(
         "trainer.precision": _PRECISIONS._replace(convert=_precision),
         **lightning.EXP_MANAGER,
         **megatron.ARCHITECTURE,
+        **megatron.unread(megatron.OF_NXDT, lambda _: "a name of NxD Training's, which NeMo does not read"),
+        **megatron.unread("ffn_dropout transformer_block_type", _unread_by_core),
         "model.do_layer_norm_weight_decay": KeyMapping(_norm_decay, ("norm_weight_decay",), "as documented"),
         "model.encoder_seq_length": KeyMapping(_encoder_length, ("seq_length",), "data.seq_length, where it differs"),
         "model.fp8": KeyMapping(_fp8, ("precision", "mixed_precision"), "fp8 with fp8_hybrid, but for the factors"),

@@ -130,6 +130,21 @@ def _dimension(name: str) -> KeyMapping:
     return KeyMapping(convert, (name,), "-1: model_config's")
 
 
+_OF_MEGATRON = """ffn_hidden_size num_attention_heads num_kv_heads kv_channels init_method_std normalization
+    layernorm_epsilon hidden_dropout attention_dropout ffn_dropout share_embeddings_and_output_weights has_bias
+    position_embedding_type rotary_percentage position_freq_base position_abf_factor activation
+    positition_interpolation_factor sliding_window_size transformer_block_type"""
+
+
+def _unread_by_hf(source: ForeignConfig) -> str:
+    """`hf_models/llama_model.py` takes num_layers, hidden_size, rope_theta and the positions from the file."""
+    return "NxD Training's hf models read config.json instead" if source.get("model_source") == "hf" else ""
+
+
+def _unread(source: ForeignConfig) -> str:
+    return _unread_by_hf(source) or "NxD Training's Megatron models read another name, or none"
+
+
 def _of_megatron(value: Any) -> Callable[[ForeignConfig], Any]:
     """A default of the Megatron models; the Hugging Face models take what their config.json says."""
     return lambda source: value if source.get("model_source") == "megatron" else None
@@ -308,6 +323,9 @@ FORMAT = TrainerFormat(
         "data.dev_choose_samples": KeyMapping(_records, ("max_samples",)),
         **megatron.tokenizer_section("data.tokenizer."),
         **megatron.ARCHITECTURE,
+        **megatron.unread(_OF_MEGATRON, _unread_by_hf),
+        **megatron.unread(megatron.OF_NEMO, _unread),
+        **megatron.unread("rope_theta", lambda source: "" if _unread_by_hf(source) else _unread(source)),
         "model.encoder_seq_length": KeyMapping(_encoder_length, ("seq_length",), "data.seq_length, in fine-tuning"),
         "model.model_config": KeyMapping(_model_config, ("model_config_path",), "Hugging Face's config.json"),
         "model.num_layers": _dimension("num_layers"),
