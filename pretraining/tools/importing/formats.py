@@ -27,7 +27,7 @@ def open_foreign(
     """
     trees = [read_mapping(Path(path)) for path in paths]
     for override in overrides:
-        _put(trees[-1], override)
+        _put(trees, override)
     name = format_of(trees, paths) if asked == "auto" else asked
     if name == "neox":
         return FORMATS[name], _open_neox(trees, paths, flags)
@@ -36,21 +36,31 @@ def open_foreign(
     return FORMATS[name], _open_nemo(trees[0], Path(paths[0]), FORMATS[name], flags)
 
 
-def _put(tree: dict[str, Any], override: str) -> None:
-    """Set a dotted key of the tree to a value, which is read as YAML."""
+def _put(trees: Sequence[dict[str, Any]], override: str) -> None:
+    """Set a dotted key to a value, which is read as YAML, in the file that has the key, or the last one."""
     from pretraining.tools.importing.references import parse_yaml
 
     key, _, text = override.partition("=")
-    *above, name = key.split(".")
     try:
         value = parse_yaml(f"value: {text}")["value"]
     except ValueError as error:
         raise UserError(f"{override}: is no value of YAML: {error}") from error
+    having = (tree for tree in trees if key in {written.replace("-", "_") for written, _ in leaves(tree)})
+    tree = next(having, trees[-1])
+    *above, name = _below_stage(key.split("."), tree)
     for part in above:
         if not isinstance(tree.get(part), dict):
             tree[part] = {}
         tree = tree[part]
     tree[name] = value
+
+
+def _below_stage(names: list[str], tree: Mapping[str, Any]) -> list[str]:
+    """Return the names of a key as a file of NeMo's launcher has them, composed or not."""
+    if names[0] == STAGE and "run" in tree:
+        return names[1:]
+    is_composed = isinstance(tree.get(STAGE), dict)
+    return [STAGE, *names] if is_composed and names[0] not in tree and names[0] in tree[STAGE] else names
 
 
 def _open_nemo(tree: dict[str, Any], path: Path, format_: TrainerFormat, flags: Mapping[str, object]) -> ForeignConfig:

@@ -269,6 +269,28 @@ def test_keys_of_the_file_are_overridden_as_in_hydra(tmp_path: Path) -> None:
         from_flags(alone.flags)
 
 
+@pytest.mark.parametrize("key", ["trainer.max_steps", "training.trainer.max_steps"])
+@pytest.mark.parametrize("is_composed", [False, True])
+def test_a_key_of_the_launcher_s_file_is_overridden_under_both_its_names(
+    is_composed: bool, key: str, tmp_path: Path
+) -> None:
+    node = {"run": {"name": "small"}, **tree("nemo")}
+    result = resolved({"training": node} if is_composed else node, tmp_path, import_overrides=f"{key}=7")
+    assert (result.config.num_steps, result.config.num_layers) == (7, 2)
+
+
+def test_an_override_replaces_the_key_in_the_file_that_has_it(tmp_path: Path) -> None:
+    first, second = {"optimizer": tree("neox")["optimizer"]}, drop(tree("neox"), "optimizer")
+    paths = ",".join(write(tmp_path, node, f"{name}.json") for name, node in (("a", first), ("b", second)))
+    flags = {
+        "import_config": paths,
+        **ENOUGH,
+        "import_overrides": "optimizer.params.lr=1e-2\nzero_optimization.stage=1",
+    }
+    imported = from_flags(flags)
+    assert (imported.learning_rate, imported.sharding_strategy) == (1e-2, "zero1")
+
+
 def test_megatron_s_names_of_recomputation_are_flags() -> None:
     line = read(["--recompute-num-layers=2", "--recompute_granularity", "full", "--recompute_method=x"], CONFIGURATION)
     assert line.flags == {"checkpoint_num_layers": "2", "checkpoint_granularity": "full"}
