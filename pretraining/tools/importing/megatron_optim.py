@@ -103,6 +103,12 @@ def _schedule(value: Any, _: ForeignConfig) -> Conversion:
     return mapped(lr_schedule=SCHEDULES[name])
 
 
+def _section(value: Any, _: ForeignConfig) -> Conversion:
+    if value != {}:
+        return unsupported_value("expected a section; give model.optim.sched.name")
+    return unchanged("the rate is constant")
+
+
 def _unless_zero(field: str) -> KeyMapping:
     """A number of steps, or a rate, of which 0 is none."""
 
@@ -189,7 +195,7 @@ MAPPINGS = {
         OPTIM,
     ),
     **each(_ARGUMENTS, KeyMapping(_arguments, ("optimizer_args",), "one of optimizer_args"), OPTIM),
-    f"{OPTIM}sched": KeyMapping(lambda _, __: unchanged("the rate is constant"), (), "its keys; null: constant"),
+    f"{OPTIM}sched": KeyMapping(_section, (), "its keys; null: constant"),
     f"{SCHED}name": KeyMapping(_schedule, ("lr_schedule",), "absent: constant"),
     f"{SCHED}max_steps": KeyMapping(_schedule_steps, ("lr_decay_steps",), "trainer.max_steps counts"),
     f"{SCHED}warmup_steps": KeyMapping(_warmup, ("lr_warmup_steps", "lr_decay_steps"), "0: none"),
