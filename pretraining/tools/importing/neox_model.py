@@ -192,7 +192,21 @@ def _gated(written: int, multiple: int, hidden: int) -> Conversion:
 
 
 _INITS = ("normal", "scaled_normal", "small_init", "wang_init", "xavier_uniform", "xavier_normal")
-_INIT_NAMES = {name: name for name in _INITS}
+
+
+def _init(field: str) -> KeyMapping:
+    """The deviation of xavier depends on the matrix, in NeoX the shard of a tensor rank, and of init_method that of
+    queries, keys and values together, or of both projections of a gated layer."""
+    names = to_one_of(field, {name: name for name in _INITS})
+
+    def convert(value: Any, source: ForeignConfig) -> Conversion:
+        conversion = names.convert(value, source)
+        is_whole = field == "output_init_method" and source.integer("model_parallel_size") <= 1
+        if not str(value).lower().startswith("xavier") or is_whole:
+            return conversion
+        return differs("of each whole projection; NeoX's are fused, and sharded over tensor ranks", **conversion.values)
+
+    return names._replace(convert=convert)
 
 
 def _attention(value: Any, _: ForeignConfig) -> Conversion:
@@ -237,8 +251,8 @@ ARCHITECTURE = {
     **each("use_bias_in_norms use_bias_in_qk_norm", KeyMapping(_norm_bias, ("norm_bias",), "RMSNorm has none")),
     "use_bias_in_attn_linear": to("attn_bias"),
     "use_bias_in_mlp": KeyMapping(_mlp_bias, ("mlp_bias",), "none with mlp_type llama"),
-    "init_method": to_one_of("init_method", _INIT_NAMES),
-    "output_layer_init_method": to_one_of("output_init_method", _INIT_NAMES),
+    "init_method": _init("init_method"),
+    "output_layer_init_method": _init("output_init_method"),
     "init_method_std": to("init_std"),
     "sliding_window_width": KeyMapping(_window, ("sliding_window",), "plus 1, the token itself"),
     "use_qk_layernorm": KeyMapping(_qk_norm, ("qk_norm",), "refused where on: one norm over all heads"),
