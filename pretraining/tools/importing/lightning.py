@@ -33,7 +33,7 @@ from pretraining.tools.importing.mappings import (
     to,
     to_one_of,
 )
-from pretraining.tools.importing.shared import names_parts, planned_devices
+from pretraining.tools.importing.shared import has_share, names_parts, planned_devices
 
 # ---- trainer
 
@@ -80,8 +80,7 @@ def _has_data(part: int, source: ForeignConfig) -> bool:
         return True
     if names_parts(source):
         return False
-    shares = str(source.get("data.splits_string") or source.get("model.data.splits_string") or "").split(",")
-    return len(shares) > part and shares[part].strip() not in ("", "0")
+    return has_share(source.get("data.splits_string") or source.get("model.data.splits_string"), part)
 
 
 def _val_interval(value: Any, source: ForeignConfig) -> Conversion:

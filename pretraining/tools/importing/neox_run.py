@@ -34,6 +34,7 @@ from pretraining.tools.importing.shared import (
     WORKERS,
     corpora,
     half,
+    has_share,
     is_replaced,
     micro_batch_sizes,
     names_parts,
@@ -249,7 +250,9 @@ def _validation(field: str) -> KeyMapping:
     """NeoX validates where the file has data for it; eval_interval beyond the last step is none."""
 
     def convert(value: Any, source: ForeignConfig) -> Conversion:
-        has_data = source.get("split") or _named(source.get("valid_data_path") or source.get("valid_data_paths"))
+        has_data = has_share(source.get("split"), 1) or _named(
+            source.get("valid_data_path") or source.get("valid_data_paths")
+        )
         if not has_data and not source.has_flag("split", "valid_data_path", "use_dummy_dataset"):
             return implied("the file names no data to validate on: none", **{field: 0})
         if field == "val_interval" and source.integer("train_iters", 0) < source.integer("eval_interval", 0):
@@ -261,9 +264,8 @@ def _validation(field: str) -> KeyMapping:
 
 def _eval_iters(value: Any, source: ForeignConfig) -> Conversion:
     values = _validation("val_steps").convert(value, source).values
-    shares = str(source.get("split", "")).replace("/", ",").split(",")
-    has_share = len(shares) > 2 and shares[2].strip() not in ("", "0") and not names_parts(source)
-    tested = has_share or _named(source.get("test_data_path") or source.get("test_data_paths"))
+    is_shared = has_share(source.get("split"), 2) and not names_parts(source)
+    tested = is_shared or _named(source.get("test_data_path") or source.get("test_data_paths"))
     note = "batches of a validation, and of the test at the end" + _budget(value, source)
     return implied(note, **values, test_steps=value if tested else 0)
 

@@ -145,6 +145,14 @@ def names_parts(source: ForeignConfig) -> bool:
     return any(source.values.get(key) for key in (*keys, "train_data_paths"))
 
 
+def has_share(text: Any, part: int) -> bool:
+    """Return whether shares of the documents, such as "969, 30, 1", give any to part 0, 1 or 2."""
+    shares = str(text or "").replace("/", ",").split(",")
+    with suppress(ValueError):  # no number, which is a mistake of the setting
+        return len(shares) > part and float(shares[part].strip() or 0) != 0
+    return True
+
+
 def _shares(value: Any, source: ForeignConfig) -> Conversion:
     return ignored("the data of each part are named") if names_parts(source) else mapped(split=value)
 

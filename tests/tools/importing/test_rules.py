@@ -259,6 +259,13 @@ def test_shards_of_the_command_line_need_not_be_of_the_files_kind(
     assert import_foreign(flags, (), CONFIGURATION).config.file_type == "parquet"
 
 
+def test_a_corpus_without_a_share_for_validation_is_not_validated(tmp_path: Path) -> None:
+    node = tree("neox", {"data_path": "/c/text", "split": "1, 0.0, 0", "eval_interval": 4})
+    flags = {"import_config": write(tmp_path, node), "vocab_size": "100", "import_only": "True"}
+    imported = import_foreign(flags, (), CONFIGURATION)
+    assert (imported.config.val_interval, imported.config.val_steps, imported.config.test_steps) == (0, 0, 0)
+
+
 def test_stablelm_s_keys_are_read(tmp_path: Path) -> None:
     """Those of StableLM 2 12B, whose feed-forward layer is 13,824 wide."""
     node: dict[str, Any] = {"num_layers": 40, "hidden_size": 5120, "num_attention_heads": 32, "seq_length": 4096}
