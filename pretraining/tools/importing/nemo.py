@@ -60,6 +60,17 @@ def _norm_decay(value: Any, source: ForeignConfig) -> Conversion:
     return megatron.norm_decay(value, finds_norms=not is_core or own)
 
 
+def _transformer_engine(value: Any, source: ForeignConfig) -> Conversion:
+    """AutocastTransformerLayer of NeMo's `megatron/transformer.py`, which takes neither of these settings."""
+    own = {"activation": "gelu", "bias": True, "position_embedding_type": "learned_absolute", "ffn_dropout": 0.0}
+    others = [f"{name}={found}" for name in own if (found := source.get(f"model.{name}", own[name])) != own[name]]
+    if str(source.get("model.normalization")).lower() == "rmsnorm":
+        others.append("normalization=rmsnorm")
+    if not value or source.get("model.mcore_gpt") or not others:
+        return ignored("a kernel's choice")
+    return differs(f"{', '.join(others)} as written; its layers without mcore_gpt read none of them")
+
+
 def _unread_by_core(source: ForeignConfig) -> str:
     return "megatron-core's layers, of mcore_gpt, do not read it" if source.get("model.mcore_gpt") else ""
 
@@ -140,6 +151,7 @@ FORMAT = TrainerFormat(
         "trainer.precision": _PRECISIONS._replace(convert=_precision),
         **lightning.EXP_MANAGER,
         **megatron.ARCHITECTURE,
+        "model.transformer_engine": KeyMapping(_transformer_engine, (), "a kernel's choice with mcore_gpt"),
         **megatron.unread(megatron.OF_NXDT, lambda _: "a name of NxD Training's, which NeMo does not read"),
         **megatron.unread("ffn_dropout transformer_block_type", _unread_by_core),
         "model.do_layer_norm_weight_decay": KeyMapping(_norm_decay, ("norm_weight_decay",), "as documented"),
