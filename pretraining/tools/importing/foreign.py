@@ -55,6 +55,10 @@ class ForeignConfig:
             return max(self.settings[name].read(self.flags[name]) or 0, 0)
         return 0
 
+    def steps(self, key: str, otherwise: int = 0) -> int:
+        """Return the steps of the run: --num_steps, or what `key` says."""
+        return self.integer_flag("num_steps") or self.integer(key, otherwise)
+
     def has_flag(self, *names: str) -> bool:
         """Return whether the command line gives one of these flags."""
         return any(name in self.flags for name in names)

@@ -88,7 +88,7 @@ def _val_interval(value: Any, source: ForeignConfig) -> Conversion:
         return implied("limit_val_batches is 0: no validation", val_interval=0)
     if isinstance(value, float):
         return unsupported_value("a share of an epoch, whose length only the data have; give --val_interval in steps")
-    steps = source.integer("trainer.max_steps", -1)
+    steps = source.steps("trainer.max_steps", -1)
     if is_integer(value) and value > steps > 0:
         return implied(f"never reached within max_steps={steps}: no validation", val_interval=0)
     if not source.has_flag("valid_data_path", "split", "use_dummy_dataset") and not _has_data(1, source):

@@ -122,7 +122,7 @@ def _share(field: str) -> KeyMapping:
     """A phase as a share of max_steps, in whole steps, rounded down as NeMo does."""
 
     def convert(value: Any, source: ForeignConfig) -> Conversion:
-        total = source.integer("trainer.max_steps", -1)
+        total = source.steps("trainer.max_steps", -1)
         if not isinstance(value, int | float) or not 0 <= value < 1 or total < 1:
             return unsupported_value("expected a share from 0 to 1 of a known max_steps")
         return implied(f"of max_steps={total}", **{field: int(value * total)})
@@ -132,7 +132,7 @@ def _share(field: str) -> KeyMapping:
 
 def _warmup(value: Any, source: ForeignConfig) -> Conversion:
     """A run may end in its warm-up; ours is part of the schedule."""
-    steps = source.integer("trainer.max_steps", -1)
+    steps = source.steps("trainer.max_steps", -1)
     if is_integer(value) and value >= steps > 0 and source.get(f"{SCHED}max_steps") is None:
         return implied(f"max_steps={steps} ends in it", lr_warmup_steps=value, lr_decay_steps=value + 1)
     return _unless_zero("lr_warmup_steps").convert(value, source)
@@ -141,15 +141,15 @@ def _warmup(value: Any, source: ForeignConfig) -> Conversion:
 def _constant(value: Any, source: ForeignConfig) -> Conversion:
     """Steps at min_lr at the end, which in files that were shortened are more than there are after the warm-up."""
     conversion, warmup = _unless_zero("lr_constant_steps").convert(value, source), f"{SCHED}warmup_steps"
-    steps = source.integer("trainer.max_steps", -1)
+    steps = source.steps("trainer.max_steps", -1)
     if not conversion.values or not is_integer(value) or steps < 1 or value < steps - source.integer(warmup, 0):
         return conversion
     return implied("leaves no cosine: the rate falls to min_lr after the warm-up, as in NeMo", **conversion.values)
 
 
 def _schedule_steps(value: Any, source: ForeignConfig) -> Conversion:
-    steps = source.get("trainer.max_steps", -1)
-    if steps == value:
+    steps = source.steps("trainer.max_steps", -1)
+    if value in (steps, source.get("trainer.max_steps", -1)):
         return unchanged("as trainer.max_steps")
     if steps == -1:
         return mapped(lr_decay_steps=value)

@@ -356,7 +356,7 @@ def _cooldown(value: Any, source: ForeignConfig) -> Conversion:
         return ignored("off") if not value else unsupported_value(f"read with lr_decay_style={HYBRID} alone")
     if not isinstance(value, int | float) or not 0 <= value <= 1:
         return unsupported_value("a share of train_iters, from 0 to 1")
-    steps = source.integer("train_iters", 0)
+    steps = source.steps("train_iters")
     return implied(f"a share of train_iters={steps}, like warmup", lr_cooldown_steps=int(value * steps))
 
 
@@ -381,7 +381,7 @@ def _warmup(value: Any, source: ForeignConfig) -> Conversion:
     if source.get("warmup_iters") is not None:
         return implied("warmup_iters counts")
     if optimizer_of(source) == ONE_BIT:
-        return implied("share of train_iters", lr_warmup_steps=int(source.integer("train_iters", 0) * value))
+        return implied("share of train_iters", lr_warmup_steps=int(source.steps("train_iters") * value))
     return mapped(lr_warmup_ratio=float(value)) if value else implied("0: none")
 
 
@@ -395,13 +395,13 @@ def _decay_to(value: Any, source: ForeignConfig) -> Conversion:
 def _decay_steps(value: Any, source: ForeignConfig) -> Conversion:
     """AnnealingLR of 2023 does not end its curves: the cosine rises again, the exponential falls on."""
     has_curve = source.era != "2022" and str(source.get("lr_decay_style")).lower() in ("cosine", "exponential")
-    if is_integer(value) and value < source.integer("train_iters", 0) and has_curve and optimizer_of(source) != ONE_BIT:
+    if is_integer(value) and value < source.steps("train_iters") and has_curve and optimizer_of(source) != ONE_BIT:
         return differs("the rate then stays; from 2023 to 2026 NeoX's curve went on, a cosine up", lr_decay_steps=value)
     return mapped(lr_decay_steps=value)
 
 
 def _decay_share(value: Any, source: ForeignConfig) -> Conversion:
-    steps = source.integer("train_iters", 0)
+    steps = source.steps("train_iters")
     if not isinstance(value, int | float) or not 0 < value <= 1 or steps < 1:
         return unsupported_value("expected a share of train_iters")
     if source.get("lr_decay_iters") is not None:

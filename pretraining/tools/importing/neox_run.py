@@ -255,7 +255,7 @@ def _validation(field: str) -> KeyMapping:
         )
         if not has_data and not source.has_flag("split", "valid_data_path", "use_dummy_dataset"):
             return implied("the file names no data to validate on: none", **{field: 0})
-        if field == "val_interval" and source.integer("train_iters", 0) < source.integer("eval_interval", 0):
+        if field == "val_interval" and source.steps("train_iters") < source.integer("eval_interval", 0):
             return implied("never reached within train_iters: none", val_interval=0)
         return mapped(**{field: value})
 
@@ -272,7 +272,7 @@ def _eval_iters(value: Any, source: ForeignConfig) -> Conversion:
 
 def _budget(batches: Any, source: ForeignConfig) -> str:
     """Sequences that NeoX sets aside: (train_iters // eval_interval + 1) x eval_iters x batch, and for the test."""
-    total, every, steps = _batch(source)[0], source.integer("eval_interval", 0), source.integer("train_iters", 0)
+    total, every, steps = _batch(source)[0], source.integer("eval_interval", 0), source.steps("train_iters")
     if total is None or every < 1 or not is_integer(batches):
         return ""
     return f": {(steps // every + 1) * batches * total} and {batches * total} sequences in NeoX"

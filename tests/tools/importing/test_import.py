@@ -323,6 +323,30 @@ def test_flags_win_over_the_file_and_the_report_says_so(tmp_path: Path) -> None:
     assert row.values == {"learning_rate": "1e-3"}
 
 
+@complete
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("nemo", {"model.optim.sched.warmup_steps": 50}),
+        ("nemo", {"model.optim.sched": {"name": "WarmupHoldPolicy", "hold_ratio": 0.25}}),
+        (
+            "nemo",
+            {"trainer.val_check_interval": 50, "trainer.limit_val_batches": 2, "model.data.splits_string": "8,1,1"},
+        ),
+        ("neox", {"lr_decay_fraction": 0.5, "lr_decay_style": "linear"}),
+        ("neox", {"eval_interval": 50, "data_path": "/c/text"}),
+        ("neox", {"optimizer.type": "OneBitAdam"}),
+    ],
+    ids=str,
+)
+def test_what_follows_from_the_steps_follows_from_those_of_the_flag(
+    kind: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    key = {"nemo": "trainer.max_steps", "neox": "train_iters"}[kind]
+    flagged = resolved(tree(kind, changes), tmp_path, num_steps="100").config
+    assert settings_of(flagged) == settings_of(resolved(tree(kind, {**changes, key: 100}), tmp_path).config)
+
+
 def test_a_flag_takes_its_companion_with_it(tmp_path: Path) -> None:
     assert config(tree("nemo"), tmp_path, precision="mixed_bf16").mixed_precision is True
     assert config(tree("neox"), tmp_path, lr_warmup_steps="2").lr_warmup_ratio is None
