@@ -255,7 +255,7 @@ def _validation(field: str) -> KeyMapping:
         )
         if not has_data and not source.has_flag("split", "valid_data_path", "use_dummy_dataset"):
             return implied("the file names no data to validate on: none", **{field: 0})
-        if field == "val_interval" and source.steps("train_iters") < source.integer("eval_interval", 0):
+        if field == "val_interval" and 0 < source.steps("train_iters") < source.integer("eval_interval", 0):
             return implied("never reached within train_iters: none", val_interval=0)
         return mapped(**{field: value})
 
