@@ -161,7 +161,7 @@ def feed_forward(source: ForeignConfig) -> Conversion:
     Today a gated layer takes 2/3 of the written width, rounded twice: l1 is both projections together, each half of
     it d_ff wide; where the two roundings disagree NeoX itself fails.
     """
-    hidden = source.integer("hidden_size", 0)
+    hidden = source.integer_flag("hidden_size") or source.integer("hidden_size", 0)
     written = source.get("intermediate_size") or source.integer("expansion_factor", 4) * hidden
     multiple = source.integer("mlp_multiple_of")
     if not is_integer(written) or hidden < 1 or multiple < 1:
@@ -386,7 +386,8 @@ def _warmup(value: Any, source: ForeignConfig) -> Conversion:
 
 
 def _decay_to(value: Any, source: ForeignConfig) -> Conversion:
-    rate = source.get(f"{PARAMS}lr", 0.001)
+    rate = source.flags.get("learning_rate", source.get(f"{PARAMS}lr", 0.001))
+    rate = float(rate) if isinstance(rate, str) else rate  # a flag's; text in the file is refused with its own key
     if not all(isinstance(number, int | float) for number in (value, rate)):
         return unsupported_value("expected a number")
     return differs("times the peak; no key of NeoX's own", min_lr=value * rate)
