@@ -179,7 +179,7 @@ def test_gpt_neox_s_llama_is_read_with_both_names_of_its_gate_and_both_orders_of
         torch.save({"module": module}, tmp_path / f"mp_rank_{rank:02}_model_states.pt")
     config = {**NEOX, "norm": "rmsnorm", "rms_norm_epsilon": 1e-6, "rotary_pct": 1.0, "num_kv_heads": 2}
     config |= dict.fromkeys(("use_bias_in_attn_linear", "use_bias_in_mlp"), False)
-    config |= {"mlp_type": "llama"} if up else {"activation": "swiglu", "intermediate_size": 192}
+    config |= {"mlp_type": "llama", "activation": "silu"} if up else {"activation": "swiglu", "intermediate_size": 192}
     config["model_parallel_size"] = ranks
     if order:
         assert_same_function(theirs, tmp_path, tmp_path / "ours", config, f"--neox_gqa={order}")
