@@ -201,9 +201,9 @@ def base_weights(checkpoint: Checkpoint, config: TrainConfig) -> dict[str, Tenso
 
 
 def load_model(config: TrainConfig, weights: dict[str, Tensor]) -> Llama:
-    """Return the model with these weights, without a second copy of them."""
+    """Return the model with these weights, in fp32 and without a second copy of them."""
     with torch.device("meta"):
-        model = Llama(config)
+        model = Llama(replace(config, precision="auto"))  # the norms of autocast round their results to bf16
     shapes = {name: weight.shape for name, weight in model.named_parameters()}
     if wrong := sorted(n for n in {*shapes, *weights} if n not in weights or shapes.get(n) != weights[n].shape):
         raise UserError(f"the checkpoint has another {', '.join(wrong[:5])} than the model of its configuration")

@@ -28,8 +28,9 @@ from pretraining.models.init import build_model
 from pretraining.models.llama import Block
 from pretraining.tools.convert.convert import main as convert
 from pretraining.tools.evaluate import main as evaluate
-from pretraining.tools.generate import decoded, document_borders, main, sample, sample_token
+from pretraining.tools.generate import decoded, document_borders, load_model, main, sample, sample_token
 from tests.checkpoint.saving import save
+from tests.end_to_end.small import MODEL
 from tests.faults.damage import CONTENTS
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +65,18 @@ def test_frequencies_follow_the_softmax_at_the_temperature() -> None:
     drawn = torch.tensor([sample_token(logits, 0.5, 0, source) for _ in range(count)])
     shares = torch.bincount(drawn, minlength=3) / count
     assert torch.allclose(shares, (logits / 0.5).softmax(-1), atol=0.03)  # 3.8 standard deviations of the largest
+
+
+# ---- The model
+
+
+@pytest.mark.parametrize("precision", ["autocast", "mixed_bf16", "bf16_sr", "fp16"])
+def test_a_model_computes_in_fp32_whatever_precision_trained_it(precision: str) -> None:
+    config = CONFIGURATION(**MODEL, qk_norm=True)
+    weights = {name: weight.detach() for name, weight in build_model(config).named_parameters()}
+    tokens = torch.arange(12)[None]
+    found, expected = (load_model(each, weights)(tokens) for each in (replace(config, precision=precision), config))
+    assert torch.equal(found, expected)
 
 
 # ---- Drawing a continuation
