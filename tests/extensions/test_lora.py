@@ -24,7 +24,7 @@ from pretraining.extensions.lora.targets import adapted, is_adapter, lora_scale
 from pretraining.models.init import build_model
 from pretraining.models.ops import next_token_loss
 from pretraining.run.start import parameter_shapes
-from pretraining.tools.convert.convert import to_huggingface
+from pretraining.tools.convert.convert import ADAPTER, to_huggingface
 from tests.end_to_end import small
 
 SIZES: dict[str, Any] = {**small.MODEL, "vocab_size": 61, "intermediate_size": 48, "seq_length": 24}
@@ -93,13 +93,17 @@ TARGETS = ["q_proj", "v_proj", "down_proj"]
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder of transformers with the small model and random weights."""
+    return write_base(tmp_path_factory.mktemp("base"))
+
+
+def write_base(folder: Path, **settings: Any) -> Path:
+    """Write the small model with random weights as transformers does; return its folder."""
     transformers = pytest.importorskip("transformers")
     names = {"num_layers": "num_hidden_layers", "num_kv_heads": "num_key_value_heads"}
     names["seq_length"] = "max_position_embeddings"
     sizes = {names.get(name, name): value for name, value in SIZES.items() if name != "model_variant"}
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, initializer_range=0.3))
-    folder = tmp_path_factory.mktemp("base")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, initializer_range=0.3, **settings))
     model.save_pretrained(folder)
     return folder
 
@@ -164,6 +168,35 @@ def test_an_adapter_of_peft_is_the_same_function_without_further_flags(
     again = peft.PeftModel.from_pretrained(model, str(exported)).eval()
     assert loss_of(again, config) == pytest.approx(loss, abs=2e-5)
     assert load_file(exported / MODEL).keys() == load_file(tmp_path / "adapter" / MODEL).keys()
+
+
+@pytest.mark.parametrize("mode", ["adapter", "base_and_adapter"])
+def test_a_trained_embedding_that_is_the_head_too_is_both_in_peft(mode: str, tmp_path: Path) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    base = write_base(tmp_path / "base", tie_word_embeddings=True)
+    settings = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+    theirs = write_peft(base, tmp_path / "adapter", **settings)
+    fields = {"checkpoint_interval": 1, "learning_rate": 1e-30, "lora_save_mode": mode}
+    config, loss = start(base, tmp_path / "adapter", tmp_path / "run", **fields)
+    assert loss == pytest.approx(loss_of(theirs, config), abs=2e-5)
+    exported = to_huggingface(open_any_checkpoint(tmp_path / "run"), tmp_path / "exported")
+    whole, adapter = (base, exported) if mode == "adapter" else (exported, exported / ADAPTER)
+    model = transformers.AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32)
+    again = peft.PeftModel.from_pretrained(model, str(adapter)).eval()
+    assert loss_of(again, config) == pytest.approx(loss, abs=2e-5)
+    assert start(base, adapter, tmp_path / "again")[1] == loss
+
+
+@pytest.mark.parametrize("modules", [["embed_tokens"], ["embed_tokens", "lm_head"]])
+def test_an_adapter_with_an_embedding_apart_from_the_head_needs_a_head_apart(
+    modules: list[str], tmp_path: Path
+) -> None:
+    base = write_base(tmp_path / "base", tie_word_embeddings=True)
+    theirs = write_peft(base, tmp_path / "adapter", modules_to_save=modules)
+    with pytest.raises(ConfigError, match=r"modules_to_save=.* and the head apart; --tie_word_embeddings=False"):
+        start(base, tmp_path / "adapter", tmp_path / "tied")
+    config, loss = start(base, tmp_path / "adapter", tmp_path / "apart", tie_word_embeddings=False)
+    assert loss == pytest.approx(loss_of(theirs, config), abs=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from pretraining.checkpoint.manifest import Checkpoint, Facts, Manifest
+from pretraining.checkpoint.manifest import EMBEDDING, HEAD, Checkpoint, Facts, Manifest
 from pretraining.checkpoint.store import check_fit, is_weight
 from pretraining.config.errors import ConfigError, Problem, UserError
 from pretraining.config.grammar import comma_separated
+from pretraining.extensions.checkpoints import read_tensors
 from pretraining.extensions.files import read_json
 from pretraining.extensions.huggingface.folder import safetensors_entries, shard_file
 from pretraining.extensions.lora.peft import PEFT_SETTINGS, peft_settings, peft_unsupported
@@ -40,11 +41,18 @@ def adapter_config(config: LoraConfig) -> dict[str, Any]:
         "lora_dropout": config.lora_dropout,
         "bias": config.lora_bias,
         "target_modules": sorted(name.rpartition(".")[2] for name in adapted(config)),
-        "modules_to_save": comma_separated(config.lora_modules_to_save) or None,
+        "modules_to_save": _saved_modules(config) or None,
         "init_lora_weights": "gaussian" if config.lora_init == "gaussian" else True,
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+
+
+def _saved_modules(config: LoraConfig) -> list[str]:
+    """Return the modules that PEFT replaces: with a tied embedding also the head, which it would leave as it was."""
+    words = comma_separated(config.lora_modules_to_save)
+    is_both = config.tie_word_embeddings and is_saved(EMBEDDING.removesuffix(".weight"), config.lora_modules_to_save)
+    return [*words, "lm_head"] if is_both and "lm_head" not in words else words
 
 
 def their_name(config: LoraConfig, name: str) -> str:
@@ -88,7 +96,13 @@ def open_adapter(folder: Path, config: LoraConfig) -> Checkpoint:
         for name, entry in safetensors_entries(folder / MODEL).items()
     }
     facts = Facts(0, 0, None, asdict(config), "none", {})
-    return Checkpoint(folder, facts, Manifest(entries, {MODEL: shard_file(folder / MODEL)}))
+    opened = Checkpoint(folder, facts, Manifest(entries, {MODEL: shard_file(folder / MODEL)}))
+    if config.tie_word_embeddings and (twice := read_tensors(opened, (EMBEDDING, HEAD).__contains__)):
+        if len(twice) < 2 or not torch.equal(twice[EMBEDDING], twice[HEAD]):
+            remedy = "trains the embedding and the head apart; --tie_word_embeddings=False keeps them apart here, too"
+            raise ConfigError([Problem(f"{path}: modules_to_save={adapter.get('modules_to_save')}", remedy)])
+        del entries[HEAD]
+    return opened
 
 
 def check_trained(adapter: Checkpoint, config: LoraConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -120,6 +134,8 @@ class SavedAdapter:
     def write(self, folder: Path, names: Iterable[str], read: Callable[[str], Tensor], dtype: Any) -> None:
         """Write those of the tensors `names` that are trained as the two files of PEFT's format."""
         tensors = {name: read(name) for name in names if self.config.is_trained(name)}
+        if self.config.tie_word_embeddings and EMBEDDING in tensors:
+            tensors[HEAD] = tensors[EMBEDDING].clone()  # safetensors refuses two names of one memory
         renamed = {their_name(self.config, name): tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}
         DISK.write_file(folder / MODEL, save(renamed, {"format": "pt"}))  # which syncs it, unlike save_file
         DISK.write_file(folder / CONFIG, json.dumps(adapter_config(self.config), indent=2).encode() + b"\n")

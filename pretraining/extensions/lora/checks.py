@@ -28,7 +28,7 @@ def check_adapters(config: LoraConfig) -> Iterator[Problem]:
     yield from _check_targets(config)
     for word in comma_separated(config.lora_modules_to_save):
         meant = [module for module in MODULES if is_saved(module, word)]
-        if config.tie_word_embeddings:
+        if config.tie_word_embeddings and not is_saved("model.embed_tokens", config.lora_modules_to_save):
             meant = [module for module in meant if module != "lm_head"]
         if not meant:
             remedy = f"contains {word}, which ends the name of no module; the modules are {', '.join(MODULES)}"

@@ -15,10 +15,11 @@ PEFT_SETTINGS = {
     **{"target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"},
 }
 PEFT_DEFAULTS: dict[str, Any] = {"r": 8, "lora_alpha": 8, "use_rslora": False, "bias": "none"}
-# Keys that say nothing of the function. The dropout is this run's, as its learning rate is.
+# Keys that say nothing of the function. The dropout is this run's, as its learning rate is. Whether an embedding and
+# its head are one matrix is seen in the values (adapter.py), which every version of PEFT writes.
 PEFT_OTHER = (
     *("auto_mapping", "base_model_name_or_path", "eva_config", "inference_mode", "lora_dropout", "megatron_core"),
-    *("peft_version", "qalora_group_size", "revision", "runtime_config", "task_type"),
+    *("ensure_weight_tying", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type"),
 )
 PEFT_INITS = (True, False, None, "gaussian", "orthogonal", "eva")  # others change the base model's weights, too
 
