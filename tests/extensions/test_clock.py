@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from main_training import CHECKS, CONFIGURATION
 from pretraining.config.errors import UserError
 from pretraining.config.validate import problems
 from pretraining.extensions.clock.settings import check_launch_time
+from pretraining.extensions.clock.watchdog import StepWatchdog
 from tests.end_to_end.small import reports
 from tests.parallel.launch import ROOT, environment
 from tests.parallel.test_torch_runs import ON_TORCH, train_command
@@ -34,6 +37,13 @@ def test_a_run_that_never_saves_has_no_seconds_between_checkpoints() -> None:
     (found,) = problems(CONFIGURATION(use_dummy_dataset=True, checkpoint_seconds=60), CHECKS)
     assert found.subject == "--checkpoint_seconds=60" and "--checkpoint_interval=0" in found.remedy
     assert problems(CONFIGURATION(use_dummy_dataset=True, checkpoint_seconds=60, checkpoint_interval=2), CHECKS) == []
+
+
+def test_a_watchdog_needs_no_file_behind_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())  # as in some notebooks
+    watchdog = StepWatchdog(1000)
+    watchdog.expect(first=True)
+    watchdog.close()
 
 
 def checkpoint_steps(folder: Path) -> list[int]:

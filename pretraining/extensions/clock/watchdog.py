@@ -13,6 +13,7 @@ from pretraining.config.script import TRY_AGAIN, write_exit_code
 from pretraining.run.interrupt import Watchdog
 
 FIRST_STEP = 10  # times step_timeout: it compiles
+STDERR = 2  # not sys.stderr, which has no file where a notebook or a test captures it
 BACKUP = 20.0  # s after which C code ends a process whose interpreter lock is held by what hangs
 
 
@@ -27,7 +28,7 @@ class StepWatchdog(Watchdog):
     def expect(self, first: bool = False) -> None:
         seconds = self._limit * FIRST_STEP if first else self._limit
         self._deadline = time.monotonic() + seconds
-        faulthandler.dump_traceback_later(seconds + BACKUP, exit=True)
+        faulthandler.dump_traceback_later(seconds + BACKUP, exit=True, file=STDERR)
 
     def rest(self) -> None:
         self._deadline = math.inf
@@ -42,6 +43,6 @@ class StepWatchdog(Watchdog):
             if time.monotonic() > self._deadline:
                 message = f"stopped: a step has not ended in time (--step_timeout={self._limit}); the stacks:"
                 print(message, file=sys.stderr, flush=True)
-                faulthandler.dump_traceback(all_threads=True)
+                faulthandler.dump_traceback(file=STDERR, all_threads=True)
                 write_exit_code(TRY_AGAIN)
                 os._exit(TRY_AGAIN)
