@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+from pretraining.checkpoint.files import writing_to
 from pretraining.monitor.progress import heartbeat
 from pretraining.tools.plan.checks import topology_devices
 from pretraining.tools.plan.compiled import compile_step
@@ -30,5 +31,7 @@ def show(config: PlanConfig) -> int:
         print("\n" + compiled_page(plans[0], compiled))
         listed[0] |= {"compiled": compiled_json(compiled)}
     if config.plan_json:
-        Path(config.plan_json).write_text(json.dumps(listed if config.plan_search else listed[0], indent=1) + "\n")
+        text = json.dumps(listed if config.plan_search else listed[0], indent=1) + "\n"
+        with writing_to("plan_json", file := Path(config.plan_json), "give another file"):
+            file.write_text(text)
     return 0

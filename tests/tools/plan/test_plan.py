@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import main_training
 from main_training import CONFIGURATION, configure
-from pretraining.config.errors import ConfigError
+from pretraining.config.errors import ConfigError, UserError
 from pretraining.extensions.units import flop
 from pretraining.monitor.figures import duration
 from pretraining.tools.plan.compiled import CompiledProgram, CompiledStep
@@ -106,6 +106,13 @@ def test_the_page_shows_everything_and_needs_neither_data_nor_devices(tmp_path: 
     written = json.loads((tmp_path / "p").read_text())
     assert written["fits"] is True
     assert sum(weight["bytes"] for weight in written["parameters"]) == written["bytes_per_device"]["parameters"]
+
+
+def test_a_plan_that_cannot_be_written_names_the_setting(tmp_path: Path) -> None:
+    from pretraining.tools.plan.show import show
+
+    with pytest.raises(UserError, match=f"--plan_json={tmp_path}: cannot be written .*; give another file"):
+        show(config(plan_devices=8, plan_device_kind="h100", plan_json=str(tmp_path)))
 
 
 def test_what_does_not_fit_says_so_names_the_nearest_change_and_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
