@@ -171,6 +171,15 @@ def test_adapters_continue_with_the_modules_that_their_checkpoint_has(tmp_path: 
         check_start_of(small_config(tmp_path / "run", **fields, lora_modules_to_save="lm_head"), tmp_path / "run")
 
 
+@needs("lora")
+@pytest.mark.parametrize("fields", [{}, {"load_step": True}, {"lora_rank": 0}])
+def test_adapters_alone_are_no_weights_to_start_from(fields: dict[str, Any], tmp_path: Path) -> None:
+    run(tmp_path, num_steps=2, lora_rank=2)
+    config = small_config(tmp_path / "b", **{"lora_rank": 2, "ckpt_load_path": str(tmp_path), **fields})
+    with pytest.raises(UserError, match=r"step_2: has adapters without the weights .*; --lora_load_path takes what"):
+        check_start_of(config, tmp_path / "b")
+
+
 def test_another_rotary_base_needs_strict_load_off(tmp_path: Path) -> None:
     run(tmp_path, num_steps=2)
     with pytest.raises(ConfigError, match="rope_theta"):

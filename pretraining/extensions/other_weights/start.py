@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pretraining.checkpoint.compatibility import Change
+from pretraining.checkpoint.compatibility import Change, saved_config
 from pretraining.checkpoint.manifest import Checkpoint, Facts
 from pretraining.checkpoint.restoring import Restoring, Start
 from pretraining.checkpoint.store import check_fit, is_weight
@@ -69,6 +69,11 @@ class OtherWeights(Start):
         check_start(source.facts.config, self._config)
         names, differences = common_names(source, shapes, self._config.is_added, weights_only=True)
         if differences and self._config.strict_load:
+            if not saved_config(source.facts.config, type(self._config)).saves_frozen:
+                remedy = (
+                    "--lora_load_path takes what pretraining.tools.convert writes of it, on them as --ckpt_load_path"
+                )
+                raise UserError(f"{source.path}: has adapters without the weights that they were trained on; {remedy}")
             raise UserError(f"{source.path}: {differences}; --strict_load=False loads what both have")
         check_fit(source, {name: shapes[name] for name in names})
         if not all(map(is_weight, source.manifest.tensors)):
