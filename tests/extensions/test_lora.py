@@ -187,6 +187,25 @@ def test_a_trained_embedding_that_is_the_head_too_is_both_in_peft(mode: str, tmp
     assert start(base, adapter, tmp_path / "again")[1] == loss
 
 
+@pytest.mark.parametrize("mode", ["adapter", "base_and_adapter", "merged"])
+def test_an_export_says_that_peft_cannot_load_the_adapters_of_gpt_neox(
+    mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    neox = {"norm_type": "layernorm", "activation": "gelu", "num_kv_heads": 4}
+    neox |= dict.fromkeys(("norm_bias", "attn_bias", "mlp_bias"), True)
+    flags = {
+        **RUN,
+        **neox,
+        "lora_rank": 2,
+        "lora_save_mode": mode,
+        "checkpoint_interval": 1,
+        "log_dir": tmp_path / "run",
+    }
+    assert train({name: str(value) for name, value in flags.items()}).code == 0
+    to_huggingface(open_any_checkpoint(tmp_path / "run"), tmp_path / "exported")
+    assert ("note: adapters have Llama's names, and" in capsys.readouterr().err) == (mode != "merged")
+
+
 @pytest.mark.parametrize("modules", [["embed_tokens"], ["embed_tokens", "lm_head"]])
 def test_an_adapter_with_an_embedding_apart_from_the_head_needs_a_head_apart(
     modules: list[str], tmp_path: Path

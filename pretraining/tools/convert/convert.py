@@ -215,6 +215,9 @@ def to_huggingface(
     names = [name for name in checkpoint.manifest.tensors if is_weight(name)]
     special_ids, tokenizer = export_tokenizer(tokenizer_path or config.tokenizer_path)
     adapter = _adapter_of(checkpoint)
+    if adapter and not adapter.is_merged and config.norm_type == "layernorm":  # GPT-NeoX's names differ: gpt_neox.py
+        remedy = "--lora_load_path reads them, and for PEFT train with --lora_save_mode=merged"
+        _print_note(f"adapters have Llama's names, and Hugging Face's GPT-NeoX has no such modules: {remedy}")
     if adapter and not config.saves_frozen:
         with _new_folder(target, tokenizer) as folder:
             adapter.write(folder, names, partial(read_tensor, checkpoint), dtype)
