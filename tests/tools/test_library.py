@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,16 @@ def test_the_loop_of_the_page_has_the_losses_of_the_script_and_continues(page: d
     assert list(page["before"]) == [*range(1, 9)] and list(page["after"]) == [*range(9, 13)]
     assert page["lowest"] == min({**page["before"], **page["after"]}.values())
     assert sorted(path.name for path in (page["folder"] / "checkpoints").iterdir()) == ["step_12", "step_8"]
+
+
+def test_the_script_continues_the_checkpoint_of_a_loop(page: dict[str, Any], tmp_path: Path) -> None:
+    settings = {**page["settings"], "engine": "torch", "report_interval": 1, "checkpoint_interval": 12}
+    source = page["folder"] / "checkpoints" / "step_8"
+    shutil.copytree(source, tmp_path / "own" / "checkpoints" / "step_8")
+    assert train({**settings, "log_dir": str(tmp_path / "own")}).losses == page["after"]
+    if "load_step" in settings_of(CONFIGURATION):
+        other = {"ckpt_load_path": str(source), "load_step": True, "log_dir": str(tmp_path / "other")}
+        assert train({**settings, **other}).losses == page["after"]
 
 
 def test_a_step_of_the_folder_is_loaded_and_an_empty_folder_holds_none(page: dict[str, Any], tmp_path: Path) -> None:

@@ -121,8 +121,10 @@ class Training:
             json.dumps(user_content, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise UserError(f"user_content of step {step} is no JSON value: {error}") from error
-        mesh, tokens = self.engine.mesh._asdict(), self.streams["train"].trained(step) * self.config.seq_length
-        facts = Facts(step, tokens, {"user_content": user_content}, asdict(self.config), self.engine.name, mesh)
+        mesh, stream = self.engine.mesh._asdict(), self.streams["train"]
+        data = {**stream.state(step), "user_content": user_content}  # so that the script continues it, too
+        tokens = stream.trained(step) * self.config.seq_length
+        facts = Facts(step, tokens, data, asdict(self.config), self.engine.name, mesh)
         state, dtype = saved_part(self.trainee.state(), self.config), DTYPES_ON_DISK[self.config.checkpoint_dtype]
         workers = self.config.ckpt_io_workers
         pending = PendingSave(location(folder), state, facts, self._peers, dtype=dtype, workers=workers)
