@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,9 @@ def test_the_average_of_checkpoints_is_the_mean_of_each_weight(
     larger = saved(tmp_path / "larger", num_layers=3)
     assert main([str(steps[0]), f"{tmp_path}/other", f"--average_with={larger}"]) == 2
     assert f"{larger} has another model.layers.2" in capsys.readouterr().err
+    other = saved(tmp_path / "rope", rope_theta=5e5)
+    assert main([str(steps[0]), f"{tmp_path}/other", f"--average_with={other}"]) == 2
+    assert re.search(rf"{other} is of another model than {steps[0]}: rope_theta", capsys.readouterr().err)
     assert not (tmp_path / "other").exists()
 
 

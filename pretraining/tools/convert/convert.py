@@ -36,11 +36,12 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
 from main_training import CONFIGURATION
-from pretraining.checkpoint.compatibility import saved_config
+from pretraining.checkpoint.compatibility import changes, saved_config
 from pretraining.checkpoint.manifest import DTYPES, EMBEDDING, HEAD, Checkpoint, Entry, Facts, Manifest
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.shards import FilePlan, plan_file, write_files
 from pretraining.checkpoint.store import IO_WORKERS, PendingSave, check_fit, is_weight
+from pretraining.config.declaration import Resume
 from pretraining.config.errors import UserError
 from pretraining.config.grammar import comma_separated
 from pretraining.config.training import TrainConfig
@@ -357,6 +358,8 @@ def _check_average(checkpoint: Checkpoint, config: TrainConfig, others: Sequence
     for other, theirs in zip(others, shapes[1:], strict=True):
         if different := sorted(name for name in {*shapes[0], *theirs} if shapes[0].get(name) != theirs.get(name)):
             raise UserError(f"--average_with: {other.path} has another {different[0]} than {checkpoint.path}")
+        if changed := [each for each in changes(other.facts.config, config) if each.policy is Resume.FUNCTION]:
+            raise UserError(f"--average_with: {other.path} is of another model than {checkpoint.path}: {changed[0]}")
 
 
 def _mean(checkpoints: Sequence[Checkpoint], name: str) -> Tensor:
