@@ -352,6 +352,7 @@ def test_a_flag_takes_its_companion_with_it(tmp_path: Path) -> None:
     assert config(tree("neox"), tmp_path, lr_warmup_steps="2").lr_warmup_ratio is None
 
 
+@needs("fp16")
 @pytest.mark.parametrize("flag", [{"precision": "mixed_bf16"}, {"mixed_precision": "False"}], ids=str)
 @pytest.mark.parametrize(
     ("kind", "keys"),
