@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -117,6 +118,10 @@ def test_strict_load_names_what_differs_and_can_be_told_to_let_it_be(
     config = replace(config, strict_load=False)
     Checkpoints(config, tmp_path / "b").restore(PlainTrainee(model, optimizer))  # type: ignore[arg-type]
     assert "not loaded, only in the model: value_head.bias" in capsys.readouterr().out
+    for number in range(4):
+        model.add_module(f"head{number}", torch.nn.Linear(2, 2))
+    Checkpoints(config, tmp_path / "c").restore(PlainTrainee(model, optimizer))  # type: ignore[arg-type]
+    assert re.search(r"only in the model: (head\d\.\w+, ){4}head2\.bias and 5 others$", capsys.readouterr().out, re.M)
 
 
 def test_a_run_prints_where_it_starts_and_does_not_ignore_a_path_in_silence(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -106,4 +106,9 @@ def common_names(
         there.discard(HEAD)  # tied in both
     new = {name for name in here - there if is_added(name) and is_weight(name)}
     lists = {"only in the model": sorted(here - there - new), "only in the checkpoint": sorted(there - here)}
-    return sorted(here & there), "; ".join(f"{where}: {', '.join(names)}" for where, names in lists.items() if names)
+    return sorted(here & there), "; ".join(f"{where}: {_listed(names)}" for where, names in lists.items() if names)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the names, of more than eight the first five: without a moving average there are hundreds."""
+    return ", ".join(names) if len(names) <= 8 else f"{', '.join(names[:5])} and {len(names) - 5} others"
