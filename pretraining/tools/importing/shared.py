@@ -79,6 +79,7 @@ def vocabulary_multiple(tensor_key: str) -> KeyMapping:
         if not is_integer(value) or value < 1:
             return unsupported_value("expected a whole number, at least 1")
         rows = f"rows are padded to a multiple of {value * theirs} = {value} x {theirs} tensor ranks, as in the source"
+        rows += ", which learns that padding never comes; here it has no probability"
         if (value * theirs) % ours:
             remedy = f"--tensor_parallel_size={ours} does not divide that: give --make_vocab_size_divisible_by"
             return unsupported_value(f"{rows}; {remedy}")
