@@ -474,7 +474,7 @@ def tokenizer_section(prefix: str) -> dict[str, KeyMapping]:
         f"{prefix}type": shared.tokenizer_kind(f"{prefix}vocab_file"),
         **each(
             "library vocab_file merge_file delimiter sentencepiece_legacy use_fast trust_remote_code",
-            ignore("tokens are prepared before; give --vocab_size"),
+            ignore("tokens are prepared before"),
             prefix,
         ),
     }

@@ -5,6 +5,7 @@ Keys are read with underscores. Several files are one configuration.
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -51,6 +52,7 @@ ONLY_HEAD = (
     "moe_num_experts",
     "sequence_parallel",
     "sliding_window_width",  # of January 2024, pull request 1131
+    "te_*",  # Transformer Engine, of September 2024, pull request 1269
 )
 PYTHIA_STEPS = 143_000  # two of its files have no key that tells the era
 UNKNOWN = "every key of the file is in all three eras"
@@ -61,7 +63,7 @@ def era_of(leaves: dict[str, Any], asked: str) -> tuple[str, str]:
     if asked != "auto":
         return asked, "by --neox_era"
     for era, keys in (("2022", ONLY_2022), ("head", ONLY_HEAD)):
-        if given := [key for key in keys if key in leaves]:
+        if given := [key for pattern in keys for key in fnmatch.filter(leaves, pattern)]:
             return era, f"because of {given[0]}"
     if leaves.get("train_iters") == PYTHIA_STEPS:
         return "2022", f"because of train_iters={PYTHIA_STEPS}, Pythia's"
@@ -162,7 +164,7 @@ _IGNORED = {
     "a kernel's choice": """scaled_upper_triang_masked_softmax_fusion scaled_masked_softmax_fusion rope_fusion
         layernorm_fusion rmsnorm_fusion bias_dropout_fusion onnx_safe use_flashattn_swiglu output_layer_parallelism
         adlr_autoresume adlr_autoresume_interval lazy_mpu_init use_flash_cross_entropy rotary_save_freqs_buffer""",
-    "tokens are prepared before; give --vocab_size": "vocab_file merge_file",
+    "tokens are prepared before": "vocab_file merge_file",
     "derived by NeoX itself": """zero_stage padded_vocab_size batch_size is_pipe_parallel world_size rank local_rank
         iteration do_train do_valid do_test config_files config_files.* git_hash user_script dynamic_loss_scale
         save_iters curriculum_seqlen optimizer_type lr no_checkpoint_arg_validation""",

@@ -164,7 +164,9 @@ def feed_forward(source: ForeignConfig) -> Conversion:
     hidden = source.integer_flag("hidden_size") or source.integer("hidden_size", 0)
     written = source.get("intermediate_size") or source.integer("expansion_factor", 4) * hidden
     multiple = source.integer("mlp_multiple_of")
-    if not is_integer(written) or hidden < 1 or multiple < 1:
+    if hidden < 1:
+        return unsupported_value("needs hidden_size, a whole number")
+    if not is_integer(written) or multiple < 1:
         return unsupported_value("expected whole numbers")
     if source.get("mlp_type") in GATED_TYPES or source.flags.get("neox_gated_ffn") == "legacy":
         given = source.get("intermediate_size")
@@ -236,7 +238,7 @@ ARCHITECTURE = {
     "no_weight_tying": to_one_of("tie_word_embeddings", {True: False, False: True}, "not"),
     "activation": KeyMapping(_activation, ("activation",), "gelu with bias_gelu_fusion is gelu_tanh"),
     "bias_gelu_fusion": choice(
-        {True: implied("with activation gelu: its tanh approximation"), False: unchanged("gelu is exact")},
+        {True: implied("with activation gelu: its tanh approximation"), False: unchanged("as activation says")},
         "gelu is then gelu_tanh",
     ),
     "mlp_type": choice(

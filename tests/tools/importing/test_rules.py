@@ -202,6 +202,7 @@ def test_a_gated_width_is_about_a_third_of_the_written_one(written: int, multipl
         ({"mlp_multiple_of": 1}, "head"),
         ({"mlp_multiple_of": 256, "eval_batch_size": 8}, "2022"),  # StableLM's
         ({"rope_fusion": True}, "head"),
+        ({"te_fp8_margin": 0}, "head"),
     ],
 )
 def test_the_era_follows_from_the_keys(leaves: dict[str, Any], era: str) -> None:
