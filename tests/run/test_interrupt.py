@@ -45,6 +45,7 @@ def test_a_signal_is_answered_and_a_second_one_obeyed_while_c_code_runs(state: s
 AFTER_RUNS = """
 import os, signal, time
 from pretraining.run.interrupt import Interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without it
 for is_interrupted in (True, False):
     interrupt = Interrupt(1, 5)
     if is_interrupted:
