@@ -317,6 +317,7 @@ TOOLS = ("document", "generate", "inspect_data", "report")
 SCRIPTS = ["main_training.py", *(f"-m pretraining.tools.{name}" for name in TOOLS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_reader_that_closes_the_pipe_ends_the_script_without_traceback(script: str) -> None:
     words = [] if "document" in script else ["--help"]

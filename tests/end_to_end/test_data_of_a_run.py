@@ -34,6 +34,7 @@ def corpus(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_steps_of_num_epochs_are_known_before_anything_is_derived(
     corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

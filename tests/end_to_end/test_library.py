@@ -42,6 +42,7 @@ def test_the_page_runs_and_its_models_learn_its_data(page: dict[str, Any]) -> No
     assert page["halved"].losses != page["counters"].losses
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_continues_and_watches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     cells = json.loads((ROOT / "docs" / "notebook.ipynb").read_text())["cells"]
@@ -65,6 +66,7 @@ def test_the_flags_of_the_script_train_as_the_configuration_does(
     assert "complete: 8 steps" in capsys.readouterr().out.splitlines()[-5]
 
 
+@pytest.mark.slow
 def test_instruction_data_continue_bit_for_bit(page: dict[str, Any], tmp_path: Path) -> None:
     rows = {**instruction_cases()["packed"], "global_batch_size": 4, "seq_length": 64, "vocab_size": 512}
     flags = {**page["tiny"], **rows, "num_steps": 6, "lr_schedule": "constant"}

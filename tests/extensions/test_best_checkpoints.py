@@ -82,6 +82,7 @@ def test_a_file_that_cannot_be_read_removes_nothing(tmp_path: Path, capsys: pyte
     assert "an old checkpoint could not be removed" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_best_are_kept_in_object_storage(tmp_path: Path, proxy: FaultProxy) -> None:
     assert run(tmp_path, LOSSES, keep_best=1, ckpt_save_path="s3://bucket/best") == [4, 8]
 

@@ -188,6 +188,7 @@ def test_the_shards_are_as_small_as_asked_and_the_index_names_every_tensor(tmp_p
     assert all(torch.equal(shards[index["weight_map"][name]][name], t.bfloat16()) for name, t in weights.items())
 
 
+@pytest.mark.slow
 def test_the_commands_work_and_a_used_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved(tmp_path / "run" / "checkpoints")
     command = [sys.executable, "-m", "pretraining.tools.convert", str(tmp_path / "run"), str(tmp_path / "hf")]
@@ -286,6 +287,7 @@ def test_the_end_of_a_document_is_exported_as_the_special_token_that_the_data_ha
     assert json.loads(files["tokenizer_config.json"])["eos_token"] == "<eos>"
 
 
+@pytest.mark.slow
 def test_transformers_reads_an_exported_tokenizer_without_sentencepiece_and_protobuf(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     source = Path(__file__).read_text()

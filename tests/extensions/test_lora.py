@@ -139,6 +139,7 @@ def loss_of(model: Any, config: TrainConfig) -> float:
         return next_token_loss(model(batch["tokens"]).logits, batch["labels"]).item() / batch["labels"].numel()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -170,6 +171,7 @@ def test_an_adapter_of_peft_is_the_same_function_without_further_flags(
     assert load_file(exported / MODEL).keys() == load_file(tmp_path / "adapter" / MODEL).keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["adapter", "base_and_adapter"])
 def test_a_trained_embedding_that_is_the_head_too_is_both_in_peft(mode: str, tmp_path: Path) -> None:
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")

@@ -181,6 +181,7 @@ def test_indexing_reads_the_headers_of_large_batches_only(tmp_path: Path, proxy:
     assert np.array_equal(rows(theirs, 3), rows(open_stream(config), 3))
 
 
+@pytest.mark.slow
 def test_prepared_data_are_moved_to_object_storage_and_complete_with_their_flags(
     tmp_path: Path, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -232,7 +233,7 @@ def test_another_start_makes_one_request_for_each_shard(tmp_path: Path, proxy: F
 
 
 # "slow" comes first: what the others read ahead may be repeated after their end, which the same counter counts.
-@pytest.mark.parametrize("fault", [pytest.param("slow", marks=pytest.mark.slow), "cut", "500", "503", "truncate"])
+@pytest.mark.parametrize("fault", ["slow", "cut", "500", "503", "truncate"])
 def test_a_passing_network_error_is_repeated_and_counted(tmp_path: Path, proxy: FaultProxy, fault: str) -> None:
     local, remote = local_and_remote(tmp_path, proxy, "flat", f"passing-{fault}", shards=1)
     expected, before = rows(open_stream(local), 10), RETRIES.count
@@ -242,6 +243,7 @@ def test_a_passing_network_error_is_repeated_and_counted(tmp_path: Path, proxy: 
     assert (RETRIES.count == before) == (fault == "slow")
 
 
+@pytest.mark.slow
 def test_while_storage_is_away_the_heartbeat_says_what_is_waited_for(
     tmp_path: Path, proxy: FaultProxy, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -121,6 +121,7 @@ def test_wandb_gets_the_records_offline(tmp_path: Path, monkeypatch: pytest.Monk
     wait_until(lambda: b"val_loss" in stored.read_bytes())  # wandb writes from a process of its own
 
 
+@pytest.mark.slow
 def test_wandb_without_an_account_is_an_error_with_the_remedy(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="the optional wandb package is not installed")
     script = (

@@ -33,6 +33,7 @@ lock(mutex), lock(mutex)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("state", "plan"), [("compiling", "leaving after this compilation"), ("training", "saving")])
 def test_a_signal_is_answered_and_a_second_one_obeyed_while_c_code_runs(state: str, plan: str) -> None:
     command = [*python(), "-c", INSIDE_C, state]
@@ -61,6 +62,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 def test_a_signal_after_an_interrupted_run_is_the_program_s_own() -> None:
     done = subprocess.run([*python(), "-c", AFTER_RUNS], env=environment(), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "interrupted\n")

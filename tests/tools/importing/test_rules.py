@@ -108,6 +108,7 @@ def assert_settings(row: dict[str, Any], resolved: dict[str, Any], before: dict[
     assert {name for name, value in before.items() if value != resolved[name]} <= expected.keys()
 
 
+@pytest.mark.slow
 @complete
 @pytest.mark.parametrize(("kind", "row"), BEHAVIOURS, ids=NAMES)
 def test_every_listed_behaviour_is_that_of_the_importer(

@@ -94,6 +94,7 @@ def test_8_billion_parameters_fit_the_chips_of_a_slice_and_not_of_one_of_its_hos
     assert host.memory.total / 2**30 == pytest.approx(44.28, abs=0.01)
 
 
+@pytest.mark.slow
 def test_the_page_shows_everything_and_needs_neither_data_nor_devices(tmp_path: Path) -> None:
     flags = ["--plan", "--plan_devices=512", "--plan_device_kind=tpu-v5p", "--model_variant=llama3_70b"]
     flags += ["--sharding_strategy=fsdp", "--batch_size=1", "--fsdp_activation_checkpointing"]
@@ -207,6 +208,7 @@ def test_a_balanced_pipeline_counts_embedding_and_head_as_layers(pieces_of_model
     assert max(lengths) - min(lengths) <= 1
 
 
+@pytest.mark.slow
 def test_a_plan_names_the_cuts_with_the_shortest_step() -> None:
     fields: dict[str, Any] = {"pipeline_parallel_size": 4, "gradient_accumulation_steps": 16, "num_layers": 8}
     fields |= {"plan_devices": 8, "sharding_strategy": "zero1"}

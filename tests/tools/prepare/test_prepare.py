@@ -297,6 +297,7 @@ def test_another_tokenizer_than_that_of_the_data_is_refused(
     assert not any("ids" in note for note in open_stream(configure({**flags, "vocab_size": 400})).facts()["notes"])
 
 
+@pytest.mark.slow
 def test_a_given_tokenizer_and_a_tokenizer_json_are_used(prepared: Prepared, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT)
     write_byte_level(tmp_path / "t.json", texts(200), 500, ["<unk>", "</s>"])
@@ -608,6 +609,7 @@ class RangeHandler(SimpleHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_files_at_urls_are_read_through_fsspec(
     prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
