@@ -20,6 +20,7 @@ VENV = ROOT / ".venv-torchtpu"
 IS_INSTALLED = (VENV / "installed-requirements-torchtpu-emulator.txt").exists() and which("cc")
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.exhaustive,  # 200 s, in an environment of its own
     pytest.mark.skipif(
         not IS_INSTALLED,
         reason="needs cc and .venv-torchtpu, which `bash scripts/test.sh` installs where there is Python 3.12 or 3.13",
