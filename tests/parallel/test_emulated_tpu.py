@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.exhaustive,  # 200 s, in an environment of its own
     pytest.mark.skipif(
         not IS_INSTALLED,
-        reason="needs cc and .venv-torchtpu, which `bash scripts/test.sh` installs where there is Python 3.12 or 3.13",
+        reason="needs cc and .venv-torchtpu, which scripts/test.sh --all installs where there is Python 3.12 or 3.13",
     ),
 ]
 PYTHON = str(VENV / "bin" / "python")
