@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pretraining.config.grammar import parse_split
 from pretraining.tools.importing.conversions import (
     Conversion,
     differs,
@@ -148,9 +149,9 @@ def names_parts(source: ForeignConfig) -> bool:
 
 def has_share(text: Any, part: int) -> bool:
     """Return whether shares of the documents, such as "969, 30, 1", give any to part 0, 1 or 2."""
-    shares = str(text or "").replace("/", ",").split(",")
-    with suppress(ValueError):  # no number, which is a mistake of the setting
-        return len(shares) > part and float(shares[part].strip() or 0) != 0
+    with suppress(ValueError):  # no shares, which is a mistake of the setting
+        shares = parse_split(str(text or ""))
+        return bool(shares and shares[part])
     return True
 
 
