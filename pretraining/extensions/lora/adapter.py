@@ -51,7 +51,7 @@ def adapter_config(config: LoraConfig) -> dict[str, Any]:
 def _saved_modules(config: LoraConfig) -> list[str]:
     """Return the modules that PEFT replaces: with a tied embedding also the head, which it would leave as it was."""
     words = comma_separated(config.lora_modules_to_save)
-    is_both = config.tie_word_embeddings and is_saved(EMBEDDING.removesuffix(".weight"), config.lora_modules_to_save)
+    is_both = config.tie_word_embeddings and config.is_trained(EMBEDDING)
     return [*words, "lm_head"] if is_both and "lm_head" not in words else words
 
 
