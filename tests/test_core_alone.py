@@ -107,5 +107,6 @@ def test_the_extension_of_contributing_md_is_a_folder_with_a_flag(tmp_path: Path
     assert done.returncode == 0, done.stdout + done.stderr
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines if "activation_mean" in line] == [1, 2]
-    refused = run(core, tmp_path / "run", watch_layer=-2)
-    assert refused.returncode == 2 and "--watch_layer=-2" in refused.stderr
+    for layer in (-2, 99):
+        refused = run(core, tmp_path / "run", **{**flags, "watch_layer": layer})
+        assert refused.returncode == 2 and f"--watch_layer={layer}" in refused.stderr

@@ -36,7 +36,8 @@ def newest_checkpoint(path: Location, allow_remote: bool = True) -> Location:
     if is_committed(path):
         return path
     folders = [path / CHECKPOINTS, path]
-    if (path / RUN_CONFIG).is_file() and (named := read_json(path / RUN_CONFIG).get("ckpt_save_path")):
+    config = read_json(path / RUN_CONFIG) if (path / RUN_CONFIG).is_file() else {}
+    if named := config.get("ckpt_save_path"):
         if not isinstance(named, str):
             raise UserError(f"{path / RUN_CONFIG}: ckpt_save_path={named} is no path")
         if not allow_remote:
@@ -46,7 +47,8 @@ def newest_checkpoint(path: Location, allow_remote: bool = True) -> Location:
         if committed := find_checkpoints(folder).committed:
             return committed[0]
     places = ", ".join(map(str, folders))
-    raise UserError(f"{path}: holds no committed checkpoint (a step_N folder with its marker); searched {places}")
+    more = f"; --ckpt_local_path={local} of its hosts may have one" if (local := config.get("ckpt_local_path")) else ""
+    raise UserError(f"{path}: holds no committed checkpoint (a step_N folder with its marker); searched {places}{more}")
 
 
 def open_any_checkpoint(path: Location, allow_remote: bool = True) -> Checkpoint:

@@ -190,13 +190,13 @@ def _may_continue(run: TrainingRun, figures: dict[str, float], step: int, known:
     if skipped <= limit:
         run.print(f"{message} (max_skipped_steps={limit})")
         return True
-    begins = run.stream.state(first - run.start_step - 1)["sequences"]
-    ends = run.stream.state(first - run.start_step)["sequences"] - 1
+    begins, end = (run.stream.state(first - run.start_step - back)["sequences"] for back in (1, 0))
+    ranges = ",".join(filter(None, [getattr(run.config, "skip_samples", ""), f"{begins}-{end - 1}"]))
     run.report({"step": step, "loss": figures["loss"], "refused": skipped}, f"stopped: {message}")
-    run.print(f"  batch of step {first}: sequences {begins} to {ends} of the data's order")
+    run.print(f"  batch of step {first}: sequences {begins} to {end - 1} of the data's order")
     run.print(f"  no update after step {first - 1} was applied; the same command would come to the same step")
     clip = f"{'lower' if run.config.grad_clip_thresh else 'set'} --grad_clip_thresh"
-    run.print(f"  lower --learning_rate (--override_lr_on_resume=True), {clip}, or use --skip_samples={begins}-{ends}")
+    run.print(f"  lower --learning_rate (--override_lr_on_resume=True), {clip}, or use --skip_samples={ranges}")
     return False
 
 

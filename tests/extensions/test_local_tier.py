@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from pretraining.checkpoint.restoring import check_starting_point
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problems
+from pretraining.extensions.checkpoints import newest_checkpoint
 from pretraining.extensions.local_tier import EXTENSION
 from pretraining.run.configure import start_checks_of
 from pretraining.run.start import parameter_shapes
@@ -86,6 +88,12 @@ def test_local_checkpoints_alone_count_for_resume_and_the_folder_is_another_one(
     run(tmp_path, 2)
     with pytest.raises(UserError, match=r"--resume=never, but .*local/step_2 exists"):
         run(tmp_path, resume="never")
+    (tmp_path / "config.json").write_text(json.dumps({"ckpt_local_path": str(tmp_path / "local")}))
+    with pytest.raises(
+        UserError, match=r"no committed checkpoint .*; --ckpt_local_path=.*/local of its hosts may have"
+    ):
+        newest_checkpoint(tmp_path)
+    assert newest_checkpoint(tmp_path / "local").name == "step_2"
     assert list(run(tmp_path, 3, resume="must")) == [3]
     config = small_config(tmp_path, **settings(tmp_path, ckpt_local_path=str(tmp_path / "checkpoints")))
     assert re.search(r"--ckpt_local_path=.*: is the folder of the other checkpoints", refusals(config))

@@ -78,9 +78,13 @@ def test_a_new_adapter_changes_nothing_and_alone_takes_gradients(init: Any) -> N
     ],
 )
 def test_biases_and_whole_modules_are_trained_if_asked(fields: dict[str, Any], expected: set[str]) -> None:
-    model = build_model(CONFIGURATION(**LORA, attn_bias=True, mlp_bias=True, **fields))
-    trained = [name for name, weight in model.named_parameters() if weight.requires_grad and not is_adapter(name)]
-    assert {".".join(name.split(".")[-2:]) for name in trained} == expected
+    config = CONFIGURATION(**LORA, attn_bias=True, mlp_bias=True, **fields)
+    weights = {name: weight for name, weight in build_model(config).named_parameters() if weight.requires_grad}
+    assert {".".join(name.split(".")[-2:]) for name in weights if not is_adapter(name)} == expected
+    count, _, listed = config.facts["trained"].partition(": ")
+    assert count.startswith(f"{sum(weight.numel() for weight in weights.values()):,} of ")
+    adapters = {"q_proj (rank 4)", "v_proj (rank 4)"}
+    assert {*listed.split(", ")} == adapters | {name.removesuffix(".weight") for name in expected}
 
 
 # ---- Adapters that PEFT writes, and what it makes of ours

@@ -33,12 +33,13 @@ DIVERGING: dict[str, Any] = {
 def test_a_run_stops_once_more_updates_are_refused_than_allowed(
     limit: int, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = train({**DIVERGING, "max_skipped_steps": limit, "log_dir": str(tmp_path)})
+    more = {"max_skipped_steps": limit, "skip_samples": "90-99", "log_dir": str(tmp_path)}
+    result = train({**DIVERGING, **more})
     printed = capsys.readouterr().out
     assert result.code == code
     assert "first at step 2: loss or gradient was not finite" in printed
     assert ("no update after step 1 was applied" in printed) == (code == 3)
-    assert ("--skip_samples=1-1" in printed) == (code == 3)
+    assert ("--skip_samples=90-99,1-1" in printed) == (code == 3)
     skipped, step, subject = (1, 2, "1 update") if limit == 0 else (5, 6, "5 updates")
     assert f"{subject} skipped up to step {step}, the first" in printed
     assert [record["refused"] for record in result.records if "refused" in record] == [skipped] * (code == 3)

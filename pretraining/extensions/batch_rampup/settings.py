@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Annotated, NamedTuple
 
 from pretraining.config.declaration import LARGEST, Grammar, Needs, Resume
@@ -44,19 +45,18 @@ def parse_rampup(text: str) -> BatchRamp | None:
 
 
 def parse_ranges(text: str) -> list[range]:
-    """Return the ranges of a text such as "0-9,20-29", ends included, which are ascending and do not overlap."""
+    """Return the ranges of a text such as "20-29,0-9", ends included, in ascending order. Raises ValueError."""
     ends = [tuple(map(int, item.split("-"))) for item in comma_separated(text)]
     if any(len(pair) != 2 for pair in ends):
         raise ValueError(f"expected FIRST-LAST, got {text}")
     ranges = [range(first, last + 1) for first, last in ends]
-    borders = [border for some in ranges for border in (some.start, some.stop)]
-    if borders != sorted(set(borders)) or max(borders, default=0) > LARGEST[int]:
-        raise ValueError(f"expected ascending ranges up to 10^15, got {text}")
-    return ranges
+    if not all(0 <= some.start < some.stop <= LARGEST[int] for some in ranges):
+        raise ValueError(f"expected FIRST-LAST from 0 to 10^15, got {text}")
+    return sorted(ranges, key=attrgetter("start"))
 
 
 RAMPUP = Grammar(parse_rampup, "start,increment,samples: three whole numbers from 1, such as 16,16,100000")
-RANGES = Grammar(parse_ranges, "ascending ranges FIRST-LAST up to 10^15, comma-separated, such as 512000-575999")
+RANGES = Grammar(parse_ranges, "ranges FIRST-LAST from 0 to 10^15, comma-separated, such as 512000-575999")
 
 
 @dataclass(frozen=True)

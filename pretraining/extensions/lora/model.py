@@ -6,6 +6,7 @@ An adapted projection is y = W x + s B (A dropout(x)) with a frozen W (Hu et al.
 from __future__ import annotations
 
 import math
+import re
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from pretraining.extensions.lora.settings import LoraConfig
 from pretraining.extensions.lora.targets import adapted, is_trained, lora_scale
 from pretraining.extensions.projections import PROJECTIONS
 from pretraining.models.dropout import EXTENSIONS, DropoutNoise, dropout
-from pretraining.models.init import draw
+from pretraining.models.init import draw, on_meta
 from pretraining.models.llama import Linear
 
 
@@ -47,6 +48,16 @@ def adapt(config: LoraConfig, model: nn.Module) -> None:
             setattr(model.get_submodule(parent), name, adapted_module)
     for name, weight in model.named_parameters():
         weight.requires_grad_(is_trained(config, name))
+
+
+def describe_trained(config: LoraConfig) -> str:
+    """Return how many parameters are trained, and which."""
+    sizes = {name: weight.numel() for name, weight in on_meta(config).named_parameters()}
+    trained = [name for name in sizes if config.is_trained(name)]
+    short = (re.sub(r"^model\.(layers\.\d+\.)?((self_attn|mlp)\.)?|\.weight$", "", name) for name in trained)
+    kinds = dict.fromkeys(re.sub(r"\.lora_[AB]$", f" (rank {config.lora_rank})", name) for name in short)
+    count, total = sum(sizes[name] for name in trained), sum(sizes.values())
+    return f"{count:,} of {total:,} parameters ({count / total:.2%}): {', '.join(kinds)}"
 
 
 def initial_value(config: LoraConfig, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:

@@ -63,6 +63,15 @@ class LoraConfig(TrainConfig):
 
             adapt(self, model)
 
+    @property
+    def facts(self) -> dict[str, str]:
+        """See TrainConfig."""
+        if not self.lora_rank:
+            return super().facts
+        from pretraining.extensions.lora.model import describe_trained
+
+        return super().facts | {"trained": describe_trained(self)}
+
     def initial_value(self, name: str, shape: Any, generator: Any) -> Any:
         """See TrainConfig."""
         if not is_adapter(name):
