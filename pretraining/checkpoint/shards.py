@@ -175,7 +175,7 @@ def host_bytes(tensor: Tensor, dtype: torch.dtype | None = None) -> memoryview:
     It is cast on the host: a device that training has filled has no room for the copy.
     """
     flat = tensor.detach().cpu().to(dtype or tensor.dtype).contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
+    return flat.view(torch.uint8).numpy().data
 
 
 # ---- Reading
