@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import struct
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
@@ -36,27 +36,29 @@ COMPRESSED = "compressed buffers cannot be read in place: write the shard withou
 LARGE = 1 << 16
 
 
-def refuse_labels(batches: Iterable[pa.RecordBatch], dtype: str, path: str, decoded: str) -> ShardContents:
-    """Raise UserError, in place of the extension that decodes shards with labels."""
-    remedy = "add the folder pretraining/extensions/shard_formats, and its name to NAMES of main_training.py"
-    raise UserError(f"{path}: nothing here reads its labels: {remedy}")
+def refuse_labels(schema: pa.Schema, batches: object, column: str, path: str, decoded: str) -> None:
+    """Raise UserError for a shard with labels, in place of the extension that decodes them."""
+    if label_columns(schema, column):
+        remedy = "add the folder pretraining/extensions/shard_formats, and its name to NAMES of main_training.py"
+        raise UserError(f"{path}: nothing here reads its labels: {remedy}")
 
 
 def index_arrow(
     path: str,
     column: str,
     decoded: str,
-    decode_labels: Callable[[Iterable[pa.RecordBatch], str, str, str], ShardContents] = refuse_labels,
+    read_labels: Callable[..., ShardContents | None] = refuse_labels,
 ) -> ShardContents:
     """Return the documents of an Arrow file, from its column `column`; with labels, their tokens are in `decoded`.
 
-    decode_labels: see decode of extensions/shard_formats. UserError names the path if the file is not complete, or its
-    column has nulls, compression or the wrong type.
+    read_labels: see extensions/shard_formats; None of a shard without. UserError names the path if the file is not
+    complete, or its column has nulls, compression or the wrong type.
     """
     import pyarrow as pa
 
     try:
-        with location(path).open("rb", LARGE) as source:
+        # pyarrow opens a file of its own in half the time
+        with location(path).open("rb", LARGE) if is_remote(path) else pa.OSFile(path) as source:
             if source.read(len(MAGIC)) == MAGIC:
                 file = pa.ipc.open_file(source)
                 schema, blocks = file.schema, _blocks(source)
@@ -65,13 +67,11 @@ def index_arrow(
                 source.seek(0)
                 batches, blocks = pa.ipc.open_stream(source), None
                 schema = batches.schema
-            dtype = token_type(schema, column, path)
-            if labels := label_columns(schema, column):
-                return decode_labels((batch.select([column, *labels]) for batch in batches), dtype, path, decoded)
-        mean = size_of(location(path)) // (1 if blocks is None else max(1, len(blocks)))  # bytes of a batch
-        if not is_remote(path) and mean < LARGE:
-            with pa.OSFile(path) as plain:
-                return _read_messages(plain, None, column, path, schema, blocks)
+            if contents := read_labels(schema, batches, column, path, decoded):
+                return contents
+            mean = size_of(location(path)) // (1 if blocks is None else max(1, len(blocks)))  # bytes of a batch
+            if mean < LARGE and not is_remote(path):
+                return _read_messages(source, None, column, path, schema, blocks)
         with location(path).open("rb", BUFFER if mean < BUFFER else LARGE) as source:
             headers = WithoutBodies(source)
             return _read_messages(pa.PythonFile(headers, "r"), headers, column, path, schema, blocks)

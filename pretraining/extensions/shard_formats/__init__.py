@@ -19,12 +19,9 @@ OLD_MEGATRON = b"TNTIDX\x00\x00"  # "lazy" and "cached" datasets of the first Me
 def index_labelled_arrow(path: str, column: str, decoded: str) -> ShardContents:
     """See ShardFormat. Shards without labels are read as the core does."""
     from pretraining.data.stores.arrow import index_arrow  # imports numpy
-    from pretraining.extensions.shard_formats.labels import decode
-    from pretraining.extensions.shard_formats.masks import check_arrow_columns
+    from pretraining.extensions.shard_formats.labels import read_labels
 
-    contents = index_arrow(path, column, decoded, decode_labels=decode)
-    check_arrow_columns(path, column)
-    return contents
+    return index_arrow(path, column, decoded, read_labels)
 
 
 def index_parquet(path: str, column: str, decoded: str) -> ShardContents:

@@ -11,13 +11,27 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pretraining.config.errors import UserError
-from pretraining.data.stores.arrow import NULLS, list_offsets
+from pretraining.data.stores.arrow import NULLS, label_columns, list_offsets, token_type
 from pretraining.data.stores.labels import BEGINS, IGNORED, LABELS, LOSS_MASK, UNTRAINED
 from pretraining.data.stores.shard import ShardContents, to_int32
 from pretraining.extensions.files import temporary_of
+from pretraining.extensions.shard_formats.masks import check_arrow_columns
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+
+def read_labels(
+    schema: pa.Schema, batches: Iterable[pa.RecordBatch], column: str, path: str, decoded: str
+) -> ShardContents | None:
+    """Decode an Arrow shard with labels to `decoded`; None for one without.
+
+    UserError names the path, if its columns mark what this training would not follow, or as `decode` does.
+    """
+    dtype = token_type(schema, column, path)
+    check_arrow_columns(schema, column, path)
+    columns = [column, *(labels := label_columns(schema, column))]
+    return decode((batch.select(columns) for batch in batches), dtype, path, decoded) if labels else None
 
 
 def decode(batches: Iterable[pa.RecordBatch], dtype: str, path: str, decoded: str) -> ShardContents:

@@ -12,7 +12,7 @@ import numpy as np
 
 from pretraining.config.errors import UserError
 from pretraining.data.stores import MAGIC
-from pretraining.data.stores.arrow import LARGE, is_list, label_columns, list_offsets
+from pretraining.data.stores.arrow import is_list, label_columns, list_offsets
 from pretraining.data.stores.labels import LOSS_MASK, POSITIONS
 from pretraining.storage import BUFFER, location
 
@@ -42,20 +42,17 @@ def checked_columns(schema: pa.Schema, column: str) -> list[str]:
     return [name for name, kind in kinds.items() if pa.types.is_primitive(kind)]
 
 
-def check_arrow_columns(path: str, column: str) -> None:
-    """Raise UserError for a column of an Arrow shard, which can be read, that this training would not follow."""
+def check_arrow_columns(schema: pa.Schema, column: str, path: str) -> None:
+    """Raise UserError for a column of an Arrow shard that this training would not follow."""
     import pyarrow as pa
 
-    with location(path).open("rb", LARGE) as source:  # a schema is short
-        is_file = source.read(len(MAGIC)) == MAGIC
-        source.seek(0)
-        open_shard = pa.ipc.open_file if is_file else pa.ipc.open_stream
-        schema = open_shard(source).schema
     refuse_other_masks(schema, column, path)
     if names := checked_columns(schema, column):
         options = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(name) for name in names])
         with location(path).open("rb", BUFFER) as source:
-            shard = open_shard(source, options=options)
+            is_file = source.read(len(MAGIC)) == MAGIC
+            source.seek(0)
+            shard = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(source, options=options)
             batches = map(shard.get_batch, range(shard.num_record_batches)) if is_file else shard
             check_columns(batches, bool(label_columns(schema, column)), path)
 
