@@ -13,11 +13,10 @@ COPY requirements.txt ./
 COPY requirements requirements
 COPY scripts/setup.sh scripts/
 # setup.sh takes the CPU build where an index has it; PyPI has the CUDA build. Its stamp says what is installed, so that
-# train.sh installs nothing.
-SHELL ["/bin/bash", "-o", "pipefail", "-c"]
-RUN if [[ $DEVICE == cpu ]]; then export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu; fi \
+# train.sh installs nothing. It needs bash; podman and buildah ignore SHELL.
+RUN bash -c 'if [[ $DEVICE == cpu ]]; then export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu; fi \
     && export PIP_NO_CACHE_DIR=1 && source scripts/setup.sh && set_up requirements.txt \
-    && { .venv/bin/python -m compileall -q .venv/lib || true; } # the user of the image may not write there
+    && { .venv/bin/python -m compileall -q .venv/lib || true; }' # the user of the image may not write there
 
 FROM python:${PYTHON}-slim
 # g++: torch.compile and Triton compile with it
