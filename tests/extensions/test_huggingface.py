@@ -304,6 +304,7 @@ print(AutoTokenizer.from_pretrained({str(tmp_path / "hf")!r}).encode("def main",
     assert json.loads(printed) == tokenizer.encode(["def main"])[0]
 
 
+SYMBOLS = ["<|im_start|>", "<|im_end|>", "\n", "\n\n", "  ", "   ", "the", "\u00a0"]
 IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False}
 
 
@@ -313,6 +314,12 @@ IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": F
         {"model_type": "bpe"},
         {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "nfkc"},
         {"model_type": "bpe", "byte_fallback": True, "remove_extra_whitespaces": False},
+        {"model_type": "bpe", "byte_fallback": True, **IDENTITY, "add_dummy_prefix": True},  # Llama 2's
+        {"model_type": "bpe", **IDENTITY, "add_dummy_prefix": True},
+        {"model_type": "bpe", "byte_fallback": True, "user_defined_symbols": SYMBOLS, **IDENTITY},  # Gemma's
+        {"model_type": "bpe", "user_defined_symbols": SYMBOLS, **IDENTITY, "add_dummy_prefix": True},
+        {"model_type": "bpe", "user_defined_symbols": ["<|im_start|>"]},
+        {"model_type": "unigram", "user_defined_symbols": SYMBOLS, **IDENTITY, "add_dummy_prefix": True},
         {"model_type": "unigram", "user_defined_symbols": ["<|im_start|>"], **IDENTITY},
         {"model_type": "unigram", "byte_fallback": True},
         {"model_type": "char"},  # which transformers cannot follow
@@ -330,7 +337,10 @@ def test_normalizing_and_unigram_models_are_exported_with_the_ids_of_sentencepie
     path = trained(tmp_path, source, vocab_size=500, **settings)
     write_exported(path, tmp_path / "hf")
     ours, theirs = own_tokenizers().open_tokenizer(path), transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
-    texts = random_texts([*source.split(), *settings.get("user_defined_symbols", [])])
+    symbols = settings.get("user_defined_symbols", [])
+    pieces = map(sentencepiece.SentencePieceProcessor(model_file=path).id_to_piece, range(3, 500))
+    texts = [*random_texts([*source.split(), *symbols * 20]), *(piece.replace("\u2581", " ") for piece in pieces)]
+    texts = [text for text in texts if not re.fullmatch("<0x..>", text)]  # a piece of bytes is no text
     is_unigram = settings["model_type"] == "unigram"
     pairs = zip(ours.encode(texts), theirs(texts, add_special_tokens=False)["input_ids"], strict=True)
     different = [(a, b) for a, b in pairs if a != b]
@@ -343,7 +353,8 @@ def test_normalizing_and_unigram_models_are_exported_with_the_ids_of_sentencepie
     assert [ours.encode_prompt(text) for text in LITERAL] == [theirs.encode(text) for text in LITERAL]
 
 
-LITERAL = ["a</s>b", "</s>", "<s>the model</s> and more<unk>", "x <unk> y</s></s>z\nend", "the <s>", "no < /s> here"]
+LITERAL = ["a</s>b", "</s>", "<s>the model</s> and more<unk>", "x <unk> y</s></s>z\nend", "the <s>", "no < /s> here",
+           "</s>\U0001f600\U0001f600 x", " <s> the", "<|im_start|>the <s>x  <|im_end|>\n</s>  \n\n"]  # fmt: skip
 
 
 # ---- config.json

@@ -84,7 +84,10 @@ class SentencePieceTokenizer:
         is_normalized = not self._model.normalize(_SPACED).replace(SPACE, " ").endswith(_SPACED)
         if not follows or is_normalized or not self.adds_space():
             return self._pieces(text)
-        return self._pieces(_UNMERGED + text)[len(self._pieces(_UNMERGED)) :]
+        first = len(self._pieces(_UNMERGED)) - 1
+        (id, surface), *rest = self._pieces(_UNMERGED + text)[first:]
+        unknown = surface.removeprefix(_UNMERGED)  # without pieces of bytes, one piece for several characters
+        return [(id, unknown), *rest] if unknown else rest
 
     def _pieces(self, text: str) -> list[tuple[int, str]]:
         return [(piece.id, piece.surface) for piece in self._model.encode(text, return_type="proto").pieces]

@@ -62,6 +62,9 @@ def _sentencepiece(path: Location, files: dict[str, bytes]) -> tuple[dict[str, i
     if described.kind == UNIGRAM:
         reason = "of two segmentations with the same score, transformers may choose the other one"
         print(f"{path} is a unigram model: {reason}", file=sys.stderr)
+    if described.charsmap:
+        reason = "a character written as several, such as with two accents, may have other ids in transformers"
+        print(f"{path} normalizes texts: {reason}", file=sys.stderr)
     pieces = [(model.id_to_piece(number), model.get_score(number)) for number in range(model.vocab_size())]
     files["tokenizer.json"] = json.dumps(tokenizer_json(described, pieces, model.unk_id())).encode()
     return ids, {**FAST, **names}
