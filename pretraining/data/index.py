@@ -40,8 +40,8 @@ from pretraining.storage import (
 
 # Documents whose tokens are summed in the sidecar; blocks of the shuffled order consist of whole groups.
 GROUP = 64
-# Counted up where a shard that has an index may be refused now, and is looked at again (4: numbers of masks, packing).
-_MAGIC = b"tokidx04"
+# Counted up where a shard that has an index may be refused now, and is looked at again (5: modes of Megatron's).
+_MAGIC = b"tokidx05"
 _ALIGN = 64
 # Bytes hashed at the beginning, the middle and the end of a file; the footers of Arrow and Parquet are at the end.
 _SAMPLE = 65_536
@@ -211,8 +211,9 @@ def _build(file: TokenShard, sidecar: Path) -> ShardIndex:
     except StorageError:
         raise
     except OSError as error:
-        message = f"{error.filename or sidecar}: {error.strerror}; the indexes of the data are written to"
-        raise UserError(f"{message} {sidecar.parent}: choose another folder with --index_dir") from error
+        path, indexes = error.filename or sidecar, "indexes are written there, choose another folder with --index_dir"
+        is_shard = Path(path).with_suffix("") == Path(file.path).with_suffix("")  # or its .bin
+        raise UserError(f"{path}: {error.strerror}: {'copy it or write it again' if is_shard else indexes}") from error
 
 
 def _sum_groups(contents: ShardContents, path: str) -> np.ndarray:

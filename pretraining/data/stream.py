@@ -335,13 +335,12 @@ class Mixture:
         if self._vocabulary is None or int(unsigned.max()) < self._vocabulary:
             return
         row = int(unsigned.max(axis=1).argmax())
-        wrong = int(unsigned[row].max())
+        wrong = int(rows[row, unsigned[row].argmax()])
         corpus, start = self._locate(sequences[row])
         where = "a special token" if wrong in self._special else " or ".join(corpus.paths(start, rows.shape[1]))
-        raise UserError(
-            f"{where}: token id {wrong}, but the model's vocabulary is {self._vocabulary:,}: the data was made with "
-            f"another tokenizer, or --vocab_size must be at least {wrong + 1}"
-        )
+        remedy = f"--vocab_size must be at least {wrong + 1}" if wrong >= 0 else "has padding, which is no token"
+        text = f"token id {wrong}, but the model's vocabulary is {self._vocabulary:,}: the data was made with another"
+        raise UserError(f"{where}: {text} tokenizer, or {remedy}")
 
     def close(self) -> None:
         self._files.close()

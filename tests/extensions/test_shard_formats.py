@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from main_training import CONFIGURATION, configure
 from pretraining.config.errors import UserError
 from pretraining.data import open_stream
 from pretraining.storage import SHARD_FORMATS
@@ -23,6 +24,8 @@ from tests.data.corpora import numbered, rows, settings
 from tests.data.test_faults import DOCUMENTS, complaint, flip, truncate
 
 pytest.importorskip("pretraining.extensions.shard_formats")
+
+from pretraining.extensions.shard_formats.splits import check_splits
 
 
 def test_a_flat_parquet_column_has_no_documents(tmp_path: Path) -> None:
@@ -125,7 +128,24 @@ def test_a_megatron_index_and_its_tokens_must_belong_together(tmp_path: Path) ->
     message = complaint(tmp_path / "data")
     assert message.startswith(f"{index}: ") and f"24,000, but {index.with_suffix('.bin')} has 21,600 bytes" in message
     index.with_suffix(".bin").unlink()
-    assert f"{index.with_suffix('.bin')}: No such file" in complaint(tmp_path / "data")
+    assert f"{index.with_suffix('.bin')}: No such file or directory: copy it" in complaint(tmp_path / "data")
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_sequences_of_a_multimodal_megatron_dataset_that_are_no_text_are_refused(
+    tmp_path: Path, sequences: int
+) -> None:
+    """megatron-core's _IndexWriter appends the mode of each sequence, int8."""
+    (tmp_path / "data").mkdir()
+    index = corpora.write_megatron(tmp_path / "data" / "s", DOCUMENTS, sequences=sequences)
+    plain, modes = index.read_bytes(), bytes(sequences * len(DOCUMENTS))
+    wanted = rows(open_stream(settings(tmp_path / "data")), 20)
+    index.write_bytes(plain + modes)
+    assert np.array_equal(rows(open_stream(settings(tmp_path / "data")), 20), wanted)
+    index.write_bytes(plain + modes[:-2] + b"\1\1")
+    assert f"{index}: 2 of {len(modes)} sequences are no text" in complaint(tmp_path / "data")
+    index.write_bytes(plain + modes[:-2])
+    assert f"{index}: {len(plain + modes) - 2:,} bytes, and its sequences take" in complaint(tmp_path / "data")
 
 
 def test_documents_anywhere_in_a_megatron_file_are_verified_one_by_one(tmp_path: Path) -> None:
@@ -169,3 +189,66 @@ def test_without_the_folder_such_shards_are_refused_with_its_name(
     corpora.write_flat(folder / "a", DOCUMENTS)
     message = "no shards of --file_type=parquet: give a folder with arrow files of tokens"
     assert complaint(folder, file_type="parquet") == f"{folder}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("names", "complains"),
+    [
+        (["data/train-00000-of-00002.parquet", "data/test-00000-of-00001.parquet"], True),  # of the hub
+        (["c4-train.arrow", "c4-validation.arrow"], True),  # of the cache of Hugging Face's datasets
+        (["pile_train_text_document.idx", "pile_valid_text_document.idx"], True),
+        (["train/0.parquet", "test/0.parquet"], True),
+        (["web/train/a/0.parquet", "web/dev/a/0.parquet"], True),
+        (["x.arrow", "cache-0123456789abcdef.arrow"], True),
+        (["cache-0123456789abcdef.arrow", "cache-0123456789abcde0_00000_of_00002.arrow"], True),
+        (["cache-0123456789abcde0_00000_of_00002.arrow", "cache-0123456789abcde0_00001_of_00002.arrow"], False),
+        (["train-00000-of-00002.parquet", "train-00001-of-00002.parquet"], False),
+        (["test-00000-of-00001.parquet"], False),
+        (["trains.parquet", "tests.parquet", "web-train.parquet", "books-test.parquet"], False),
+        (["train/0.parquet", ".cache/test/0.parquet", "_old/train-0.arrow", "_old/test-0.arrow"], False),
+    ],
+)
+def test_shards_of_several_splits_and_caches_of_the_same_documents_are_not_one_dataset(
+    tmp_path: Path, names: list[str], complains: bool
+) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for flag in ("data_path", "valid_data_path"):
+        config = CONFIGURATION(**{"data_path": "", flag: str(tmp_path)})
+        if complains:
+            with pytest.raises(UserError, match=f"^--{flag}={tmp_path}.*: .*(different splits|the same documents)"):
+                check_splits(config)
+        else:
+            check_splits(config)
+
+
+def test_splits_that_are_told_apart_are_not_refused(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+    check_splits(CONFIGURATION(data_path=f"{tmp_path}/train", test_data_path=f"{tmp_path}/test"))
+    check_splits(CONFIGURATION(data_path=str(tmp_path), datasets="train,test"))  # asked for
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    check_splits(CONFIGURATION(data_path=str(tmp_path)))
+    (tmp_path / "train" / "state.json").write_text('{"_data_files": []}')  # lists the shards, which are not these
+    for name in ("data-00000-of-00001.arrow", "cache-0123456789abcdef.arrow"):
+        (tmp_path / "train" / name).touch()
+    check_splits(CONFIGURATION(data_path=str(tmp_path)))
+
+
+def test_hugging_face_s_cache_of_a_map_is_named_at_the_start(tmp_path: Path) -> None:
+    """The folder in which load_dataset and from_generator keep what they made, and map what it made of that."""
+    datasets = pytest.importorskip("datasets")
+    with datasets.arrow_writer.ArrowWriter(path=str(tmp_path / "x.arrow")) as writer:
+        writer.write_table(pa.table({"tokens": [[2, 3], [4]]}))
+        writer.finalize()
+    datasets.Dataset.from_file(str(tmp_path / "x.arrow")).map(lambda row: {"tokens": row["tokens"][:1]})
+    assert len(list(tmp_path.glob("*.arrow"))) == 2
+    with pytest.raises(UserError, match="give a folder that save_to_disk"):
+        configure({"data_path": str(tmp_path), "log_dir": str(tmp_path / "run")})
+
+
+def test_padding_among_the_tokens_is_called_so(tmp_path: Path) -> None:
+    corpora.write_arrow(tmp_path / "x.arrow", pa.table({"tokens": pa.array([[5, 6, -100] * 20], pa.list_(pa.int32()))}))
+    with pytest.raises(UserError, match=r"x.arrow: token id -100, but .* or has padding, which is no token$"):
+        open_stream(settings(tmp_path)).batch(0)

@@ -9,6 +9,7 @@ from pretraining.data.stores import MAGIC, STREAM_MAGIC
 from pretraining.storage import ShardFormat
 
 if TYPE_CHECKING:
+    from pretraining.config.training import TrainConfig
     from pretraining.data.stores.shard import ShardContents
 
 PARQUET = b"PAR1"
@@ -38,10 +39,18 @@ def open_megatron(path: str, column: str, decoded: str) -> ShardContents:
     return megatron.index_megatron(path)
 
 
+def check_folders(config: TrainConfig) -> None:
+    """See splits.check_splits."""
+    from pretraining.extensions.shard_formats.splits import check_splits
+
+    check_splits(config)
+
+
 EXTENSION = Extension(
+    stored_data=(check_folders,),
     shard_formats={
         "arrow": ShardFormat((MAGIC, STREAM_MAGIC), index_labelled_arrow),
         "parquet": ShardFormat((PARQUET,), index_parquet),
         "megatron": ShardFormat((MEGATRON, OLD_MEGATRON), open_megatron),
-    }
+    },
 )

@@ -38,11 +38,23 @@ def index_megatron(path: str) -> ShardContents:
     first = DiskArray(path, pointers.offset + 8 * sequences, "<i8", entries)  # first sequence of each document
     if first.offset + 8 * entries > size or not entries:
         raise UserError(f"{path}: {size} bytes do not hold its {sequences:,} sequences: copy the file again")
+    _check_modes(path, first.offset + 8 * entries, sequences, size)
     tokens = str(location(path).with_suffix(".bin"))
     if _one_sequence_each(first, sequences):
         return ShardContents(tokens, _TYPES[kind], pointers, lengths)
     starts, joined = _join(in_memory(lengths, np.int64), in_memory(pointers, np.int64), first, _TYPES[kind])
     return ShardContents(tokens, _TYPES[kind], starts, joined)
+
+
+def _check_modes(path: str, place: int, sequences: int, size: int) -> None:
+    """Raise UserError if sequences are no text: a multimodal index ends with the mode of each, 0 for text."""
+    if size == place + sequences:
+        modes = chunks(DiskArray(path, place, "i1", sequences), _AT_ONCE)
+        if others := sum(map(np.count_nonzero, modes)):
+            raise UserError(f"{path}: {others:,} of {sequences:,} sequences are no text, but of another mode of a "
+                            "multimodal dataset: write those of text alone")  # fmt: skip
+    elif size != place:
+        raise UserError(f"{path}: {size:,} bytes, and its sequences take {place:,}: it is damaged, copy it again")
 
 
 def _one_sequence_each(first: DiskArray, sequences: int) -> bool:
