@@ -206,6 +206,22 @@ def test_the_commands_work_and_a_used_target_is_refused(tmp_path: Path, capsys: 
     assert not list(tmp_path.glob("other*"))
 
 
+def test_a_head_of_its_own_in_a_folder_that_ties_it_is_refused_and_a_copy_is_not(tmp_path: Path) -> None:
+    """transformers 5 keeps such a head, with a warning."""
+    transformers = pytest.importorskip("transformers")
+    exported = to_huggingface(open_checkpoint(saved(tmp_path / "run")), tmp_path / "hf")
+    config = json.loads((exported / "config.json").read_text())
+    (exported / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    weights = load_file(exported / "model.safetensors")
+    assert torch.equal(theirs.lm_head.weight, weights["lm_head.weight"])
+    with pytest.raises(UserError, match=r"config.json: tie_word_embeddings=True, but lm_head.weight is not model.emb"):
+        open_any_checkpoint(exported)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, exported / "model.safetensors")
+    assert torch.equal(read_tensors(open_any_checkpoint(exported))["lm_head.weight"], weights["lm_head.weight"])
+
+
 def test_the_average_of_checkpoints_is_the_mean_of_each_weight(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

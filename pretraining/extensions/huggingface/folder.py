@@ -36,6 +36,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Saved by old versions, and not parameters
 BUFFERS = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
 LONGEST_HEADER = 100 << 20  # bytes; safetensors' own limit
+_AT_ONCE = 16 << 20  # bytes of a tensor compared together
 
 
 def is_huggingface(path: Location) -> bool:
@@ -58,9 +59,24 @@ def open_huggingface(path: Location) -> Checkpoint:
         tensors |= {name: found[file][name] for name in names}
     tensors = our_entries(tensors, fields.get("num_attention_heads", 1))
     if fields.pop("tie_word_embeddings", False) and EMBEDDING in tensors:
+        if HEAD in tensors and not _are_equal(path, tensors[HEAD], tensors[EMBEDDING]):
+            remedy = "set it to false, which is what transformers 5 does, or remove the head"
+            raise UserError(f"{path / CONFIG}: tie_word_embeddings=True, but {HEAD} is not {EMBEDDING}: {remedy}")
         tensors[HEAD] = tensors[EMBEDDING]
     facts = Facts(step=0, tokens_seen=0, data=None, config=fields, engine="", mesh={})
     return Checkpoint(path, facts, Manifest(tensors, {file: shard_file(path / file) for file in files}))
+
+
+def _are_equal(path: Location, one: Entry, other: Entry) -> bool:
+    """Whether two tensors in files of the folder have the same bytes."""
+    (first,), (second,) = one.pieces, other.pieces
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with (path / first.file).open("rb") as file, (path / second.file).open("rb") as second_file:
+        file.seek(first.start)
+        second_file.seek(second.start)
+        sizes = [min(_AT_ONCE, first.size - start) for start in range(0, first.size, _AT_ONCE)]
+        return all(file.read(size) == second_file.read(size) for size in sizes)
 
 
 def _weight_files(path: Location) -> dict[str, set[str]]:
