@@ -115,6 +115,10 @@ class ChatTemplate:
         """
         messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
         text = self._text(messages, False, more)
+        for number, content in enumerate(message.get("content") for message in messages):
+            if isinstance(content, list | dict) and str(content) in text:
+                problem = f"the content of message {number} is a {type(content).__name__}, which {self._source.origin}"
+                raise UserError(f"{problem} writes as it is: join its texts, or give a template that reads its parts")
         if self._marks:
             return _unmarked(text)
         trained = []

@@ -187,8 +187,9 @@ def _texts(record: Mapping[str, Any]) -> tuple[str, str, str]:
     if "completion" in record:
         prompt, gap, completion = record.get("prompt"), "", record["completion"]
     elif "output" in record:
-        parts = [str(record[name]) for name in ("instruction", "input") if record.get(name)]
-        prompt, completion = "\n\n".join(parts), record["output"]
+        parts = [record[name] for name in ("instruction", "input") if record.get(name)]
+        prompt = "\n\n".join(parts) if all(isinstance(part, str) for part in parts) else None
+        completion = record["output"]
         gap = "\n\n" if record.get("instruction") else ""
     else:
         names = ", ".join(record) or "none"

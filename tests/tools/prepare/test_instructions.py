@@ -56,6 +56,9 @@ CHAT = [
 ]
 
 
+PARTS = [{"type": "text", "text": "What is it?"}]
+
+
 @pytest.fixture(scope="module")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level tokenizer.json with Llama 3's special tokens, and its tokenizer_config.json with the template."""
@@ -188,6 +191,8 @@ def test_a_chat_has_the_tokens_of_a_prompt_where_a_model_adds_a_space_to_a_text(
     ("record", "expected"),
     [
         ({"text": "x"}, "its fields are text"),
+        ({"instruction": "x", "input": ["y"], "output": "z"}, "not both text"),
+        ({"messages": [{"role": "user", "content": PARTS}]}, "the content of message 0 is a list, which .* as it is"),
         ({"prompt": "x", "completion": None}, "not both text"),
         ({"messages": "x"}, "not a list of objects with role and content"),
         ({"messages": [{"role": "user"}]}, "not a list of objects with role and content"),
@@ -199,6 +204,14 @@ def test_a_record_that_is_no_example_is_named(tokenizer_folder: Path, record: Ma
     reader = Reader(options(tokenizer_folder), HuggingFaceTokenizer((tokenizer_folder / "tokenizer.json").read_bytes()))
     with pytest.raises(UserError, match=f"^a.jsonl, byte 7: .*{expected}"):
         reader.example(record, "a.jsonl, byte 7")
+
+
+def test_a_template_may_read_content_in_parts(tokenizer_folder: Path) -> None:
+    source = options(tokenizer_folder).template
+    assert source
+    template = "{% for message in messages %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endfor %}"
+    rendered = ChatTemplate(source._replace(text=template)).render([{"role": "user", "content": PARTS}])
+    assert rendered.text == "What is it?"
 
 
 def test_a_template_whose_answers_depend_on_what_follows_must_mark_them(tokenizer_folder: Path) -> None:
