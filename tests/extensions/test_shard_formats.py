@@ -94,14 +94,17 @@ LENGTHS = st.lists(st.lists(st.integers(1, 4), max_size=3), min_size=1, max_size
 
 @pytest.mark.parametrize("store", ["file", "stream", "parquet"])
 @hypothesis.settings(max_examples=30)
-@given(LENGTHS, st.sampled_from(["seq_lengths", "position_ids"]), st.booleans())
-def test_sequences_that_trl_has_packed_into_a_row_are_refused_or_do_not_attend_to_each_other(
+@given(LENGTHS, st.sampled_from(["seq_lengths", "position_ids", "attention_mask"]), st.booleans())
+def test_sequences_that_trl_or_llama_factory_has_packed_into_a_row_are_refused_or_do_not_attend_to_each_other(
     store: str, lengths: list[list[int]], column: str, has_mask: bool
 ) -> None:
     positions = [[place for length in row for place in range(length)] for row in lengths]
     documents = numbered([len(row) for row in positions])
-    columns = {"tokens": documents, column: lengths if column == "seq_lengths" else positions}
+    masks = [[number for number, length in enumerate(row, 1) for _ in range(length)] for row in lengths]
+    packing = {"seq_lengths": lengths, "position_ids": positions, "attention_mask": masks}
+    columns = {"tokens": documents, column: packing[column]}
     columns |= {"loss_mask": [[1] * len(row) for row in documents]} if has_mask else {}
+    columns |= {"attention_mask": masks} if has_mask and column == "position_ids" else {}
     table = pa.table({name: pa.array(lists, pa.list_(pa.int32())) for name, lists in columns.items()})
     with TemporaryDirectory() as folder:
         if store == "parquet":

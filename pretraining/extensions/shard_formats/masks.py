@@ -54,19 +54,19 @@ def check_arrow_columns(schema: pa.Schema, column: str, path: str) -> None:
             source.seek(0)
             shard = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(source, options=options)
             batches = map(shard.get_batch, range(shard.num_record_batches)) if is_file else shard
-            check_columns(batches, bool(label_columns(schema, column)), path)
+            check_columns(batches, label_columns(schema, column), path)
 
 
-def check_columns(batches: Iterable[pa.RecordBatch], has_labels: bool, path: str) -> None:
+def check_columns(batches: Iterable[pa.RecordBatch], followed: list[str], path: str) -> None:
     """Raise UserError if the checked_columns, all columns of the batches, mark what this training would not follow.
 
-    has_labels: whether their shard has labels.
+    followed: the label_columns of their shard.
     """
     for batch in batches:
         for name, lists in zip(batch.schema.names, batch.columns, strict=True):
             if name == MASK:
-                check_padding(lists, has_labels, path)
-            elif is_packed(name, lists):
+                check_padding(lists, bool(followed), path)
+            if POSITIONS not in followed and is_packed(name, lists):
                 remedy = "remove the column to train each row as one document"
                 if name == POSITIONS:
                     remedy = f"add {LOSS_MASK}, next to which it is read"
@@ -75,7 +75,9 @@ def check_columns(batches: Iterable[pa.RecordBatch], has_labels: bool, path: str
 
 
 def is_packed(name: str, lists: pa.Array) -> bool:
-    """Return whether a row has several sequences, by their lengths or by positions that begin at 0 again."""
+    """Return whether a row has several sequences: by their lengths, numbers in a mask, or positions from 0 again."""
+    if name == MASK:  # LLaMA-Factory's neat_packing
+        return bool((lists.flatten().to_numpy(zero_copy_only=False) > 1).any())
     borders = list_offsets(lists)
     if name == SEQUENCES:
         return bool((np.diff(borders) > 1).any())

@@ -34,7 +34,7 @@ def decode_parquet(path: str, column: str, decoded: str) -> ShardContents:
             columns = [column, *label_columns(source.schema_arrow, column)]
             refuse_other_masks(source.schema_arrow, column, path)
             if names := checked_columns(source.schema_arrow, column):
-                check_columns(source.iter_batches(_ROWS, columns=names), len(columns) > 1, path)
+                check_columns(source.iter_batches(_ROWS, columns=names), columns[1:], path)
             batches = (batch.select(columns) for batch in source.iter_batches(_ROWS, columns=columns))
             contents = decode(batches, dtype, path, decoded)
             pa.default_memory_pool().release_unused()
