@@ -37,8 +37,10 @@ class SentencePieceTokenizer:
     """A sentencepiece model.
 
     vocab_size: ids are below it. separator: the id put after every document, None if the tokenizer has none. special:
-    the tokens that chat templates name.
+    the tokens that chat templates name. named: the special tokens that a text becomes where it has their names.
     """
+
+    named: frozenset[int] = frozenset()
 
     def __init__(self, model: bytes) -> None:
         import sentencepiece
@@ -148,6 +150,7 @@ class HuggingFaceTokenizer:
         ends = [find(name) for find in (special.get, self._model.token_to_id) for name in END_OF_DOCUMENT]
         self.separator: int | None = next((number for number in ends if number is not None), None)
         self.special: dict[str, str] = {}  # tokenizer_config.json next to it has them
+        self.named = frozenset(special.values())
 
     @property
     def document_start(self) -> int | None:

@@ -58,6 +58,7 @@ from pretraining.tools.prepare.text import (
 
 SPLIT_FLAGS = {"train": "data_path", "valid": "valid_data_path"}  # folder in the output -> flag of the training
 _BYTES = "bytes of text"
+_NAMED = "documents with names of special tokens in their text, which became these tokens"
 _LEFT_OUT = "left_out.txt"  # in the output: what --skip_bad left out
 _POOL_BYTES = 64 * 2**20  # of input, which one process looks at in a second
 _AT_ONCE = 64  # documents encoded and written together
@@ -500,7 +501,8 @@ def _write_documents(
         splits = ["valid" if is_held_out(job, place + number) else "train" for number in range(len(batch))]
         for split, writer in writers.items():
             chosen = [text for text, other in zip(batch, splits, strict=True) if text and other == split]
-            writer.write([tokenizer.encode(chosen)])
+            writer.write([documents := tokenizer.encode(chosen)])
+            counts[_NAMED] += sum(not tokenizer.named.isdisjoint(ids) for ids in documents)
         place += len(batch)
         counts["empty documents left out"] += batch.count("")
         counts[_BYTES] += sum(len(text.encode()) for text in batch)

@@ -32,7 +32,7 @@ from pretraining.data import open_stream
 from pretraining.data.datasets import open_datasets
 from pretraining.data.files import file_hash
 from pretraining.data.stream import check_data
-from pretraining.extensions.tokenizers.tokenizer import open_tokenizer
+from pretraining.extensions.tokenizers.tokenizer import open_tokenizer, train
 from pretraining.tools import inspect_data
 from pretraining.tools.inspect_data import verify_dataset, whole_corpus
 from pretraining.tools.prepare import prepare
@@ -430,6 +430,20 @@ def test_documents_end_with_a_special_token_also_where_a_likelier_name_is_text(t
     model.save(str(tmp_path / "both.json"))
     tokenizer = open_tokenizer(str(tmp_path / "both.json"))
     assert tokenizer.separator == model.token_to_id("<eos>") != model.token_to_id("</s>")
+
+
+def test_names_of_special_tokens_in_texts_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tokenizer.json makes separators of them in the middle of a document, as in transformers."""
+    write_byte_level(tmp_path / "plain.json", texts(200), 500, ["</s>"])
+    for name, text in {"a": "of the end </s> of a text", "b": "</s>", "c": "< /s>"}.items():
+        write_input(tmp_path, f"{name}.txt", text)
+    assert run(tmp_path, f"--tokenizer={tmp_path / 'plain.json'}", "--valid_every=0") == 0
+    assert "\n2 documents with names of special tokens in their text, which became these" in capsys.readouterr().out
+    train(texts(200), 400, tmp_path / "sp.model", threads=1)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "in").rename(tmp_path / "other" / "in")
+    assert run(tmp_path / "other", f"--tokenizer={tmp_path / 'sp.model'}", "--valid_every=0") == 0
+    assert "special tokens" not in capsys.readouterr().out  # sentencepiece takes them for text
 
 
 def test_ids_of_a_tokenizer_json_may_have_gaps(tmp_path: Path) -> None:
