@@ -127,6 +127,10 @@ def test_sequences_that_trl_or_llama_factory_has_packed_into_a_row_are_refused_o
 def test_a_megatron_index_and_its_tokens_must_belong_together(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     index = corpora.write_megatron(tmp_path / "data" / "s", DOCUMENTS)
+    tokens = index.with_suffix(".bin").read_bytes()
+    index.with_suffix(".bin").write_bytes(tokens + tokens[:4])
+    assert f"{index}: its sequences end at byte 24,000, but " in complaint(tmp_path / "data")
+    index.with_suffix(".bin").write_bytes(tokens)
     truncate(index.with_suffix(".bin"), 0.9)
     message = complaint(tmp_path / "data")
     assert message.startswith(f"{index}: ") and f"24,000, but {index.with_suffix('.bin')} has 21,600 bytes" in message
@@ -178,7 +182,7 @@ def test_without_the_folder_such_shards_are_refused_with_its_name(
     for shard in reversed(shards):
         assert re.fullmatch(
             rf"{shard}: \d+ bytes, no Arrow shard \(Parquet and Megatron shards need the folder pretraining/extensions/"
-            r"shard_formats\): remove it, complete it, or turn text into shards with .*",
+            r"shard_formats\): remove it, complete it, write its tokens as lists in Arrow, or .*",
             complaint(folder),
         )
         assert str(shard) in complaint(folder, file_type="parquet")

@@ -79,7 +79,7 @@ def find_shards(folder: Location, file_type: str) -> list[tuple[str, str]]:
             kind = "neither an Arrow, Parquet nor Megatron shard" if SHARD_FORMATS else f"no Arrow shard ({_OTHERS})"
             raise UserError(
                 f"{file}: {size_of(file)} bytes, {kind}: remove it, "
-                "complete it, write its tokens as Parquet, or its text with python -m pretraining.tools.prepare"
+                "complete it, write its tokens as lists in Arrow, or its text with python -m pretraining.tools.prepare"
             )
     return [(str(file), name) for file, name in formats.items() if name and file_type in ("auto", name)]
 
