@@ -143,9 +143,9 @@ def _batch_remedy(config: TrainConfig, ranks: int, total: int, steps: int | None
     devices = f"{ranks} devices" if inner == 1 else f"{ranks} data-parallel ranks (of {inner} devices each)"
     arithmetic = f"is not batch_size={config.batch_size} x {devices}"
     if steps is not None:
-        return f"{arithmetic} x gradient_accumulation_steps={steps} = {config.batch_size * ranks * steps}"
-    if total % ranks:
-        near = max(ranks, total // ranks * ranks)
-        return f"{arithmetic} x a whole number; use a multiple of {ranks}, such as {near} or {near + ranks}"
-    valid = ", ".join(map(str, divisors(total // ranks, total // ranks)))
+        return f"{arithmetic} x gradient_accumulation_steps={steps} = {config.batch_size * ranks * steps}; use that"
+    least = ranks * config.division.stages
+    if total % least:
+        return f"{arithmetic} x a whole number; use {multiples_around(total, config.batch_size * least)}"
+    valid = ", ".join(map(str, divisors(total // least, total // least)))
     return f"{arithmetic} x a whole number; with it, batch_size can be {valid}"

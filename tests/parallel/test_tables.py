@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from fractions import Fraction
@@ -13,6 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from main_training import CONFIGURATION
+from pretraining.config.declaration import settings_of
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS, padded_vocabulary
@@ -180,8 +182,39 @@ def test_the_global_batch_is_rows_x_devices_x_accumulation_steps(rows: int, devi
 def test_a_global_batch_that_does_not_divide_lists_the_batch_sizes_that_would() -> None:
     with pytest.raises(ConfigError, match="batch_size can be 1, 2, 4"):
         resolve_batch(TrainConfig(batch_size=3, global_batch_size=32), 8)
-    with pytest.raises(ConfigError, match="use a multiple of 8, such as 16 or 24"):
+    with pytest.raises(ConfigError, match="x a whole number; use 16 or 24"):
         resolve_batch(TrainConfig(batch_size=1, global_batch_size=20), 8)
+
+
+@given(rows=st.integers(1, 8), total=st.integers(1, 64), ranks=st.integers(1, 8), stages=st.sampled_from([1, 2, 4]))
+@example(rows=3, total=8, ranks=1, stages=2)
+@example(rows=3, total=20, ranks=8, stages=1)
+def test_the_batches_that_a_message_about_devices_offers_are_valid(
+    rows: int, total: int, ranks: int, stages: int
+) -> None:
+    has_stages = "pipeline_parallel_size" in settings_of(CONFIGURATION)
+    fields: dict[str, Any] = {
+        "batch_size": rows,
+        "global_batch_size": total,
+        **({"pipeline_parallel_size": stages} if has_stages else {}),
+    }
+    try:
+        resolve_batch(CONFIGURATION(**fields), ranks)
+    except ConfigError as error:
+        name = "batch_size" if "batch_size can be" in str(error) else "global_batch_size"
+        offered = re.search(r"(?:can be|use) ([\d, or]+)", str(error))
+        assert offered
+        for number in re.findall(r"\d+", offered[1]):
+            resolve_batch(CONFIGURATION(**{**fields, name: int(number)}), ranks)
+
+
+def test_steps_that_contradict_the_global_batch_are_refused_with_the_batch_that_fits() -> None:
+    fields: dict[str, Any] = {"batch_size": 2, "global_batch_size": 12, "gradient_accumulation_steps": 2}
+    with pytest.raises(ConfigError, match="= 4; use that"):
+        resolve_batch(TrainConfig(**fields), 1)
+    assert resolve_batch(TrainConfig(**{**fields, "global_batch_size": 4}), 1).gradient_accumulation_steps == 2
+    for removed in ("global_batch_size", "gradient_accumulation_steps"):
+        resolve_batch(TrainConfig(**{**fields, removed: None}), 1)
 
 
 def mask_of(choice: str, layers: int) -> str:
