@@ -16,8 +16,8 @@ def check_mixture(config: TrainConfig) -> Iterator[Problem]:
         names = getattr(config, f"{prefix}datasets")
         weights, datasets = len(comma_separated(getattr(config, f"{prefix}weights"))), len(comma_separated(names))
         if weights and weights != datasets:
-            actual = f"{prefix}datasets={names} has {datasets}" if datasets else f"{prefix}datasets is not set"
-            yield problem(config, f"{prefix}weights", f"has {weights} shares but {actual}; use one share per dataset")
+            actual = f"={names} has {datasets}; use one share per dataset" if datasets else " is not set; set it too"
+            yield problem(config, f"{prefix}weights", f"has {weights} shares but {prefix}datasets{actual}")
 
 
 def check_special_tokens(config: TrainConfig) -> Iterator[Problem]:

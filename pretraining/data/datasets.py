@@ -123,8 +123,8 @@ def _of_split(folder: Location, split: str) -> Location:
 def _open(config: TrainConfig, folder: Location, name: str, split: str, shares: str) -> Dataset:
     files = find_shards(folder, config.file_type)
     if not files:
-        kind = "" if config.file_type == "auto" else f" of --file_type={config.file_type}"
-        raise UserError(f"{folder}: no shards{kind}: give a folder with {', '.join(shard_formats())} files of tokens")
+        kinds = ", ".join({config.file_type} & {*shard_formats()} or shard_formats())
+        raise UserError(f"{folder}: no shards of --file_type={config.file_type}: give a folder of {kinds} files")
     strip = tuple(parse_steps(config.strip_tokens))
     sources = [TokenShard(path, format, config.col_name, strip) for path, format in files]
     shards = open_indexes(sources, index_folder(config.index_dir))

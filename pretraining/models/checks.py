@@ -48,12 +48,11 @@ def check_rotary(config: TrainConfig) -> Iterator[Problem]:
     """Rotary settings need rotary embeddings, and at least one pair of channels."""
     for name in ("rotary_percentage", "rope_scaling_type"):
         if config.position_embedding_type != "rope" and getattr(config, name) != SETTINGS[name].default:
-            remedy = (
-                f"has no effect with position_embedding_type={config.position_embedding_type}; remove one of the two"
-            )
-            yield problem(config, name, remedy)
-    if int(model_shape(config).head_dim * config.rotary_percentage) < 2:
-        remedy = f"of head_dim={model_shape(config).head_dim} is less than one pair of channels"
+            other = f"position_embedding_type={config.position_embedding_type}"
+            yield problem(config, name, f"has no effect with {other}; remove one of the two")
+    head_dim = model_shape(config).head_dim
+    if head_dim > 1 and int(head_dim * config.rotary_percentage) < 2:
+        remedy = f"of head_dim={head_dim} is less than one pair of channels; use {-(-2000 // head_dim) / 1000} or more"
         yield problem(config, "rotary_percentage", remedy)
 
 

@@ -194,7 +194,7 @@ def test_without_the_folder_such_shards_are_refused_with_its_name(
     shutil.rmtree(folder)
     folder.mkdir()
     corpora.write_flat(folder / "a", DOCUMENTS)
-    message = "no shards of --file_type=parquet: give a folder with arrow files of tokens"
+    message = "no shards of --file_type=parquet: give a folder of arrow files"
     assert complaint(folder, file_type="parquet") == f"{folder}: {message}"
 
 
