@@ -27,13 +27,12 @@ def check_heads(config: TrainConfig) -> Iterator[Problem]:
     if config.head_dim is not None:
         if config.head_dim % 2:
             yield problem(config, "head_dim", "must be even, because rotary embeddings rotate pairs of channels")
-    elif shape.hidden_size % heads:
-        valid = either(divisors(shape.hidden_size))
-        remedy = f"does not divide hidden_size={shape.hidden_size}; use {valid}, or set --head_dim"
-        yield Problem(f"--num_attention_heads={heads}", remedy)
-    elif shape.head_dim % 2:
-        remedy = f"and hidden_size={shape.hidden_size} give head_dim={shape.head_dim}, which must be even"
-        yield Problem(f"--num_attention_heads={heads}", remedy)
+    elif (size := shape.hidden_size) % (2 * heads):
+        odd = f"and hidden_size={size} give head_dim={shape.head_dim}, which must be even"
+        fault = f"does not divide hidden_size={size}" if size % heads else odd
+        even = [number for number in divisors(size) if size // number % 2 == 0]
+        remedy = f"use {either(even)}, or set --head_dim" if even else "set --head_dim"
+        yield Problem(f"--num_attention_heads={heads}", f"{fault}; {remedy}")
 
 
 def check_positions(config: TrainConfig) -> Iterator[Problem]:

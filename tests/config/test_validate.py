@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from main_training import CHECKS, CONFIGURATION
@@ -161,6 +161,18 @@ def test_a_model_that_passes_can_be_built(heads: int, kv_heads: int, hidden: int
     if fits:
         shape = model_shape(CONFIGURATION(**settings))
         assert shape.num_attention_heads * shape.head_dim == shape.hidden_size
+
+
+@given(st.integers(1, 64), st.integers(1, 512))
+@example(7, 33)
+@example(4, 36)
+def test_the_heads_a_message_offers_are_valid(heads: int, hidden: int) -> None:
+    settings = {**CUSTOM, "num_kv_heads": 1, "num_attention_heads": heads, "hidden_size": hidden}
+    for problem in found(**settings):
+        assert problem.endswith("set --head_dim")
+        assert not found(**settings, head_dim=8)
+        for number in re.findall(r"\d+", problem.partition("; use ")[2]):
+            assert not found(**{**settings, "num_attention_heads": int(number)})
 
 
 @given(st.integers(1, 8), st.integers(1, 64), st.none() | st.integers(1, 8))
