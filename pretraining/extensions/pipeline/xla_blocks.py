@@ -286,7 +286,9 @@ class _Ticks(torch.autograd.Function):
             grads = run.carry([grad_made, *others], [torch.zeros_like(one) for one in run.shared], None)
             grad_x, by_name = run.backward(grads, kept, run.select(stacks, is_piece))
             added = {
-                name: pipeline.mark_gradient(total + torch.where(_of_stage(is_piece, total), by_name[name], 0), name)
+                name: pipeline.mark_gradient(
+                    total + torch.where(_of_stage(is_piece, total), by_name[name], 0).to(total.dtype), name
+                )
                 for name, total in sums.items()
             }
             return (through_exchange((grad_queue, grad_x), number), added, stacks), None
