@@ -71,13 +71,16 @@ def _resolved(config: TrainConfig) -> dict[str, Any]:
     return {**asdict(config), **asdict(model_shape(config)), **optimizer, **config.resolved()}
 
 
-def check_resume(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
-    """Return the changes to print when a run continues. Raises ConfigError that lists those which are refused."""
+def check_resume(saved: Mapping[str, Any], config: TrainConfig, other: str = "another --run_name") -> list[Change]:
+    """Return the changes to print when a run continues. Raises ConfigError that lists those which are refused.
+
+    other: what to give in order not to continue.
+    """
     if saved.get("use_dummy_dataset", False) != config.use_dummy_dataset:
-        remedy = f"the checkpoint was trained with {not config.use_dummy_dataset}; use that, or another --run_name"
+        remedy = f"the checkpoint was trained with {not config.use_dummy_dataset}; use that, or {other}"
         raise ConfigError([Problem(f"--use_dummy_dataset={config.use_dummy_dataset}", remedy)])
     differing = changes(saved, config)
-    remedies = dict.fromkeys((Resume.SHAPE, Resume.FUNCTION, Resume.STATE), "use that, or another --run_name")
+    remedies = dict.fromkeys((Resume.SHAPE, Resume.FUNCTION, Resume.STATE), f"use that, or {other}")
     if not config.override_lr_on_resume:
         remedies[Resume.RATE] = "use that, or --override_lr_on_resume=True"
     refusable = [change for change in differing if not config.accepts(change.field, change.before)]
@@ -100,7 +103,7 @@ def describe_rate_change(saved: Mapping[str, Any], config: TrainConfig, step: in
 def refuse_changes(differing: list[Change], remedies: Mapping[Resume, str], origin: str) -> None:
     """Raise ConfigError if a change has a policy of `remedies`."""
     refused = [change for change in differing if change.policy in remedies]
+    values = ["an empty value" if change.before == "" else change.before for change in refused]
     if refused:
-        raise ConfigError(
-            [Problem(f"--{c.field}={c.now}", f"{origin} {c.before}; {remedies[c.policy]}") for c in refused]
-        )
+        pairs = zip(refused, values, strict=True)
+        raise ConfigError([Problem(f"--{c.field}={c.now}", f"{origin} {it}; {remedies[c.policy]}") for c, it in pairs])

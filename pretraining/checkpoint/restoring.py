@@ -42,7 +42,7 @@ def check_starting_point(config: TrainConfig, log_dir: Path, shapes: Mapping[str
         except UnreadableError as error:
             _refuse_if_must(config, error, is_local=path in local)
         else:
-            check_resume(checkpoint.facts.config, config)
+            check_resume(checkpoint.facts.config, config, start.other)
             start.check_own(checkpoint, shapes, is_complete=path not in local)
             return checkpoint.facts
     return None  # there is none, or `restore` raises the error
@@ -50,6 +50,8 @@ def check_starting_point(config: TrainConfig, log_dir: Path, shapes: Mapping[str
 
 class Start:
     """How a run starts: from initial weights, unless it has a checkpoint. An extension starts it from other weights."""
+
+    other = "another --run_name"  # what to give in order not to continue from the checkpoints that `choose` returns
 
     def choose(self, own: list[Location], lead: Callable[[Callable[[], Any]], Any]) -> list[Location]:
         """Return the checkpoints to continue from, newest first. own: the run's. lead: runs an act in process 0."""
@@ -128,7 +130,7 @@ class Restoring:
         for number, path in enumerate(paths):
             try:
                 checkpoint = self.peers.each(partial(open_checkpoint, path))  # all agree whether it can be read
-                noted = check_resume(checkpoint.facts.config, self.config)
+                noted = check_resume(checkpoint.facts.config, self.config, self.start.other)
                 noted += self.start.changes(checkpoint.facts.config)
                 restart = self.lacks_moments(checkpoint)
                 names = self.names_to_continue(checkpoint, weights_only=restart)

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 
 from main_training import CONFIGURATION
-from pretraining.checkpoint.compatibility import saved_config
+from pretraining.checkpoint.compatibility import check_resume, saved_config
 from pretraining.config.errors import ConfigError
 from pretraining.extensions.optimizers.full_tensors import on_full
 from pretraining.extensions.optimizers.rules import Muon
@@ -219,3 +219,10 @@ def test_muon_moves_a_stack_of_matrices_once_to_whole_ones_and_back(shape: tuple
 def test_a_checkpoint_with_an_optimizer_that_there_is_not_is_refused(saved: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="in the checkpoint"):
         saved_config(saved, CONFIGURATION)
+
+
+def test_arguments_that_a_run_did_not_have_before_are_refused_with_its_empty_value() -> None:
+    before, now = (config(optimizer="sgd", optimizer_args=text) for text in ("", "momentum=0.9"))
+    with pytest.raises(ConfigError, match=r"momentum=0\.9 +the checkpoint was trained with an empty value; use that"):
+        check_resume(vars(before), now)
+    assert not check_resume(vars(before), before)

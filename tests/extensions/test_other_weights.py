@@ -55,6 +55,17 @@ def test_another_run_s_checkpoint_gives_weights_and_moments_at_step_0(tmp_path: 
         assert all(torch.equal(tensor, saved[name]) for name, tensor in PlainTrainee(model, optimizer).state().items())
 
 
+def test_a_change_that_load_step_refuses_is_accepted_without_it(tmp_path: Path) -> None:
+    run(tmp_path / "a", num_steps=2)
+    fields: dict[str, Any] = {"ckpt_load_path": str(tmp_path / "a"), "norm_eps": 1e-3, "strict_load": False}
+    other = small_config(tmp_path / "b", **fields, load_step=True)
+    with pytest.raises(ConfigError, match=r"--norm_eps=0\.001 .*; use that, or --load_step=False"):
+        check_start_of(other, tmp_path / "b")
+    assert run(tmp_path / "b", **fields, num_steps=1)
+    with pytest.raises(ConfigError, match=r"--norm_eps=0\.01 .*; use that, or another --run_name"):
+        run(tmp_path / "b", **{**fields, "norm_eps": 1e-2}, load_step=True)
+
+
 def test_load_weights_only_leaves_the_optimizer_fresh(tmp_path: Path) -> None:
     run(tmp_path / "a", num_steps=4)
     config = small_config(tmp_path / "b", ckpt_load_path=str(tmp_path / "a"), load_weights_only=True)

@@ -42,16 +42,17 @@ def check_moments(saved: Mapping[str, Any], config: OtherWeightsConfig) -> None:
         raise ConfigError([Problem(f"--optimizer={config.optimizer}", remedy)])
 
 
-def base_changes(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
+def base_changes(saved: Mapping[str, Any], config: TrainConfig, other: str) -> list[Change]:
     """Return the change of the folder with the frozen weights, which a checkpoint of adapters does not have.
 
     Raises ConfigError if only one of the two runs has such a folder: the other's are the initial weights.
+    other: what to give in order not to continue.
     """
     change = Change("ckpt_load_path", saved.get("ckpt_load_path", ""), config.ckpt_load_path)
     if config.saves_frozen or change.before == change.now:
         return []
     if not (change.before and change.now):
-        remedy = f"the adapter was trained on {change.before or 'the initial weights'}; use that, or another --run_name"
+        remedy = f"the adapter was trained on {change.before or 'the initial weights'}; use that, or {other}"
         raise ConfigError([Problem(f"--ckpt_load_path={change.now}", remedy)])
     return [change]
 

@@ -38,6 +38,8 @@ class OtherWeights(Start):
         """See Start: with load_step, a run without checkpoints of its own continues from that in ckpt_load_path."""
         path, chosen = lead(lambda: self._starting_point(own))
         self._config = replace(self._config, ckpt_load_path=path)
+        if chosen and not own:
+            self.other = "--load_step=False"
         return own or chosen  # each host continues from its own copy
 
     def _starting_point(self, own: list[Location]) -> tuple[str, list[Location]]:
@@ -89,7 +91,7 @@ class OtherWeights(Start):
             check_base(checkpoint.path, checkpoint.facts, self._config, remedy)
 
     def changes(self, saved: Mapping[str, Any]) -> list[Change]:
-        return base_changes(saved, self._config)
+        return base_changes(saved, self._config, self.other)
 
     def digest(self) -> str:
         return base_digest(self._config)
