@@ -60,7 +60,6 @@ def has_saved(folder: Path) -> bool:
 @pytest.mark.slow
 def test_the_core_alone_trains_on_shards_and_continues_bit_for_bit_after_a_kill(tmp_path: Path) -> None:
     core = copy_core(tmp_path / "core", "tools", "extensions")
-    (tmp_path / "data").mkdir()
     write_flat(tmp_path / "data" / "shard", [[token % 1900 + 2 for token in row] for row in numbered([50] * 80)])
     for engine in ("torch", "xla"):
         flags = {"engine": engine, "data_path": tmp_path / "data", "index_dir": tmp_path / "index", "sep_token": 1}

@@ -30,11 +30,30 @@ def numbered(lengths: Sequence[int], first: int = 2) -> list[list[int]]:
     return [list(range(end - length, end)) for end, length in zip(ends.tolist(), lengths, strict=True)]
 
 
+def _new_file(path: Path, ending: str) -> Path:
+    """Return the path with this ending; its folder is there then."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.with_suffix(ending)
+
+
+def write_table(path: Path, table: pa.Table, store: str = "arrow", rows: int | None = None) -> Path:
+    """A table as an Arrow file, as a stream ("stream") or as Parquet ("parquet"), in batches or groups of `rows`."""
+    file = _new_file(path, path.suffix)
+    if store == "parquet":
+        _need_shard_formats()
+        pq.write_table(table, file, row_group_size=rows)
+        return file
+    new = pa.ipc.new_stream if store == "stream" else pa.ipc.new_file
+    with pa.OSFile(str(file), "wb") as sink, new(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=rows)
+    return file
+
+
 def write_flat(path: Path, documents: Documents, kind: str = "uint32") -> Path:
     """fms-fsdp's layout: one document per record batch."""
     column = pa.type_for_alias(kind)
     schema = pa.schema([("tokens", column)])
-    file = path.with_suffix(".arrow")
+    file = _new_file(path, ".arrow")
     with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         for document in documents:
             writer.write(pa.record_batch([pa.array(document, column)], schema=schema))
@@ -43,16 +62,10 @@ def write_flat(path: Path, documents: Documents, kind: str = "uint32") -> Path:
 
 def write_lists(path: Path, documents: Documents, kind: str = "int32", batch: int = 7, stream: bool = False) -> Path:
     """A list column behind another column; as an IPC file or, as Hugging Face saves, an IPC stream."""
-    column = pa.list_(pa.type_for_alias(kind))
-    schema = pa.schema([("id", pa.string()), ("tokens", column)])
-    file = path.with_suffix(".arrow")
-    new = pa.ipc.new_stream if stream else pa.ipc.new_file
-    with pa.OSFile(str(file), "wb") as sink, new(sink, schema) as writer:
-        for start in range(0, len(documents), batch):
-            some = list(documents[start : start + batch])
-            ids = pa.array([str(start + place) for place in range(len(some))])
-            writer.write(pa.record_batch([ids, pa.array(some, column)], schema=schema))
-    return file
+    ids = [str(number) for number in range(len(documents))]
+    tokens = pa.array(list(documents), pa.list_(pa.type_for_alias(kind)))
+    table = pa.table({"id": ids, "tokens": tokens})
+    return write_table(path.with_suffix(".arrow"), table, "stream" if stream else "arrow", batch)
 
 
 def write_instructions(folder: Path, rows: Sequence[Sequence[tuple[list[int], int]]], length: int) -> None:
@@ -65,29 +78,13 @@ def write_instructions(folder: Path, rows: Sequence[Sequence[tuple[list[int], in
         columns["tokens"].append([token for tokens, _ in padded for token in tokens])
         columns["labels"].append([label for tokens, prompt in padded for label in [-100] * prompt + tokens[prompt:]])
         columns["position_ids"].append([place for tokens, _ in padded for place in range(len(tokens))])
-    folder.mkdir(parents=True)
-    write_arrow(folder / "rows.arrow", pa.table(columns))
-
-
-def write_arrow(path: Path, table: pa.Table, stream: bool = False, rows: int | None = None) -> None:
-    """A table, in record batches of `rows`."""
-    new = pa.ipc.new_stream if stream else pa.ipc.new_file
-    with pa.OSFile(str(path), "wb") as sink, new(sink, table.schema) as writer:
-        writer.write_table(table, max_chunksize=rows)
-
-
-def write_parquet_table(path: Path, table: pa.Table, rows: int | None = None) -> None:
-    """A table, in row groups of `rows`, for tests that read it again."""
-    _need_shard_formats()
-    pq.write_table(table, path, row_group_size=rows)
+    write_table(folder / "rows.arrow", pa.table(columns))
 
 
 def write_parquet(path: Path, documents: Documents, kind: str = "int32") -> Path:
     """A list column."""
-    file = path.with_suffix(".parquet")
     column = pa.array(list(documents), pa.list_(pa.type_for_alias(kind)))
-    write_parquet_table(file, pa.table({"tokens": column}), rows=5)
-    return file
+    return write_table(path.with_suffix(".parquet"), pa.table({"tokens": column}), "parquet", rows=5)
 
 
 def write_megatron(path: Path, documents: Documents, kind: str = "int32", sequences: int = 1) -> Path:
@@ -96,7 +93,7 @@ def write_megatron(path: Path, documents: Documents, kind: str = "int32", sequen
     pieces = [list(piece) for document in documents for piece in np.array_split(np.array(document), sequences)]
     sizes = np.array([len(piece) for piece in pieces], np.int32)
     tokens = np.concatenate([np.array(piece) for piece in pieces] or [np.zeros(0)]).astype(kind)
-    tokens.tofile(path.with_suffix(".bin"))
+    tokens.tofile(_new_file(path, ".bin"))
     code = {"int32": 4, "int64": 5, "uint16": 8}[kind]
     borders = np.arange(len(documents) + 1, dtype=np.int64) * sequences
     head = b"MMIDIDX\x00\x00" + np.array([1], "<u8").tobytes() + bytes([code])
@@ -109,7 +106,6 @@ def write_megatron(path: Path, documents: Documents, kind: str = "int32", sequen
 
 def corpus(folder: Path, *shards: Documents, name: str = "a") -> Path:
     """Shards of fms-fsdp's layout in folder/name."""
-    (folder / name).mkdir(parents=True, exist_ok=True)
     for number, documents in enumerate(shards):
         write_flat(folder / name / f"s{number}", documents)
     return folder / name

@@ -106,7 +106,6 @@ def test_packed_rows_are_read_without_separators(tmp_path: Path, kind: str, bos:
     """Short documents are gathered from their block, long ones read one by one."""
     for name, lengths in (("short", [3, 1, 0, 7, 2] * 40), ("long", [4000, 1, 0, 3000] * 3)):
         documents = numbered(lengths)
-        (tmp_path / name).mkdir()
         write_flat(tmp_path / name / "s0", documents, kind)
         config = settings(tmp_path / name, shuffle="none", sep_token=-1, bos_token=bos, reset_attention_mask=True)
         stream = open_stream(config)

@@ -51,7 +51,6 @@ WRITERS: dict[str, Callable[..., Path]] = {
 @pytest.mark.parametrize("store", WRITERS)
 @pytest.mark.parametrize("keep", [0.0, 0.001, 0.5, 0.97])
 def test_a_shard_truncated_before_the_start_is_named(tmp_path: Path, store: str, keep: float) -> None:
-    (tmp_path / "data").mkdir()
     path = WRITERS[store](tmp_path / "data" / "s", DOCUMENTS)
     truncate(path, keep)
     assert str(path) in complaint(tmp_path / "data")
@@ -76,7 +75,6 @@ def rewritten(shard: Path) -> Path:
 def test_a_shard_that_changes_in_mid_run_stops_it_through_the_reading_thread(
     tmp_path: Path, store: str, change: str
 ) -> None:
-    (tmp_path / "data" / "a").mkdir(parents=True)
     path = WRITERS[store](tmp_path / "data" / "a" / "s", numbered([60] * 3000))
     ahead = Prefetcher(open_stream(settings(tmp_path / "data")), 1)
     ahead.batch(0)
@@ -111,10 +109,8 @@ def test_a_shard_that_vanishes_between_index_and_reading_is_named(tmp_path: Path
 def test_a_column_that_holds_no_token_ids_is_named(
     tmp_path: Path, values: list[Any], kind: pa.DataType, expected: str, store: str
 ) -> None:
-    (tmp_path / "data").mkdir()
-    path = tmp_path / "data" / f"x.{store}"
-    write = corpora.write_parquet_table if store == "parquet" else corpora.write_arrow
-    write(path, pa.table({"tokens": pa.array(values, kind)}))
+    table = pa.table({"tokens": pa.array(values, kind)})
+    path = corpora.write_table(tmp_path / "data" / f"x.{store}", table, store)
     message = complaint(tmp_path / "data")
     assert str(path) in message and re.search(expected, message)
 
@@ -141,7 +137,6 @@ def test_compressed_record_batches_are_named_with_the_remedy(tmp_path: Path) -> 
 def test_a_token_id_outside_the_vocabulary_is_an_error_with_the_shard(
     tmp_path: Path, kind: str, token: int, words: str
 ) -> None:
-    (tmp_path / "data").mkdir()
     path = corpora.write_flat(tmp_path / "data" / "x", [*numbered([30] * 99), [5, token, 6]], kind)
     with pytest.raises(UserError, match=f"^{re.escape(f'{path}: {words}')}"):
         rows(open_stream(settings(tmp_path / "data", vocab_size=50_000)), 200)
@@ -234,7 +229,6 @@ def flip(path: Path, at: int, stamp: os.stat_result) -> None:
 @needs("verification")
 @pytest.mark.parametrize("store", ["arrow", "stream", "megatron", "parquet"])
 def test_a_block_that_changed_since_an_earlier_run_is_found_when_it_is_read(tmp_path: Path, store: str) -> None:
-    (tmp_path / "data").mkdir()
     path = WRITERS[store](tmp_path / "data" / "s", numbered([600] * 400))
     config: Any = settings(tmp_path / "data", seq_length=600)
     expected = rows(open_stream(config), 400)
@@ -285,7 +279,6 @@ def test_a_split_that_moves_records_its_blocks_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_flip_in_the_offsets_of_a_list_column_names_the_shard(tmp_path: Path, stream: bool) -> None:
-    (tmp_path / "data").mkdir()
     path = corpora.write_lists(tmp_path / "data" / "s", DOCUMENTS, "int64", batch=100, stream=stream)
     raw = path.read_bytes()
     offsets = raw.index(np.arange(0, 6001, 60, dtype=np.int32).tobytes())

@@ -19,7 +19,6 @@ SPLITS = {"train": numbered([20] * 40), "validation": numbered([20] * 30, 10_000
 
 def save_dataset(folder: Path, documents: corpora.Documents) -> None:
     """What datasets 4 writes: Dataset.save_to_disk, then a map() of the dataset after load_from_disk."""
-    folder.mkdir(parents=True)
     corpora.write_lists(folder / "data-00000-of-00002", documents[:15], "int64", stream=True)
     corpora.write_lists(folder / "data-00001-of-00002", documents[15:], "int64", stream=True)
     corpora.write_lists(folder / "cache-0123456789abcdef", documents, "int64", stream=True)
@@ -56,9 +55,8 @@ def test_a_saved_dataset_is_the_files_that_its_state_lists(tmp_path: Path) -> No
 def test_a_saved_dataset_that_selects_rows_is_refused_with_the_remedy(tmp_path: Path) -> None:
     save_dataset(tmp_path / "data", SPLITS["train"])
     path = tmp_path / "data" / "state.json"
-    path.write_text(
-        json.dumps({**json.loads(path.read_text()), "_indices_data_files": [{"filename": "indices.arrow"}]})
-    )
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps({**state, "_indices_data_files": [{"filename": "indices.arrow"}]}))
     with pytest.raises(UserError, match=r"selects rows of its shards: call flatten_indices\(\)"):
         open_stream(settings(tmp_path / "data"))
 
@@ -93,13 +91,7 @@ def test_columns_of_every_encoding_give_the_same_documents(tmp_path: Path, name:
     columns = {"tokens": pa.array(SPLITS["train"], ENCODINGS[name])}
     if name == "behind_a_dictionary":
         columns = {"source": pa.array(["web", "books"] * 20).dictionary_encode(), **columns}
-    table = pa.table(columns)
-    (tmp_path / "data").mkdir()
-    path = tmp_path / "data" / "shard"
-    if store == "parquet":
-        corpora.write_parquet_table(path, table, rows=7)
-    else:
-        corpora.write_arrow(path, table, stream=store == "stream", rows=7)
+    corpora.write_table(tmp_path / "data" / "shard", pa.table(columns), store, rows=7)
     stream = open_stream(settings(tmp_path / "data", shuffle="none"))
     expected = [token for document in SPLITS["train"] for token in [*document, corpora.SEPARATOR]]
     assert np.concatenate(rows(stream, 52)).tolist() == expected[: 52 * 16]

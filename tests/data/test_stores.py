@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from pretraining.config.errors import UserError
@@ -41,7 +42,6 @@ STORES: dict[str, Callable[[Path, Documents], Path]] = {
 @pytest.mark.parametrize("store", STORES)
 def test_the_same_documents_give_the_same_batches_from_every_store(tmp_path: Path, store: str) -> None:
     for name, write in (("plain", corpora.write_flat), ("other", STORES[store])):
-        (tmp_path / name / "a").mkdir(parents=True)
         write(tmp_path / name / "a" / "s0", DOCUMENTS[:50])
         write(tmp_path / name / "a" / "s1", DOCUMENTS[50:])
     want, got = (rows(open_stream(settings(tmp_path / name)), 1200) for name in ("plain", "other"))
@@ -52,7 +52,6 @@ def test_the_same_documents_give_the_same_batches_from_every_store(tmp_path: Pat
 
 def test_stores_may_be_mixed_in_a_folder_and_file_type_takes_one(tmp_path: Path) -> None:
     folder = tmp_path / "data"
-    folder.mkdir()
     corpora.write_parquet(folder / "s0", DOCUMENTS[:30])
     corpora.write_megatron(folder / "s1", DOCUMENTS[30:60], "uint16")
     corpora.write_lists(folder / "s2", DOCUMENTS[60:])
@@ -63,15 +62,12 @@ def test_stores_may_be_mixed_in_a_folder_and_file_type_takes_one(tmp_path: Path)
 
 
 def test_a_column_of_another_name_is_chosen_by_flag(tmp_path: Path) -> None:
-    import pyarrow as pa
-
-    (tmp_path / "data").mkdir()
     table = pa.table({"text": ["a"] * 9, "input_ids": [[5, 6, 7, 8, 9]] * 9})
-    corpora.write_arrow(tmp_path / "data" / "x.arrow", table)
+    corpora.write_table(tmp_path / "data" / "x.arrow", table)
     assert rows(open_stream(settings(tmp_path / "data", col_name="input_ids", sep_token=1)), 1)[0].max() == 9
     with pytest.raises(UserError, match=r"no single column 'tokens' among text, input_ids: choose with --col_name"):
         open_stream(settings(tmp_path / "data"))
-    corpora.write_arrow(tmp_path / "data" / "x.arrow", table.rename_columns(["tokens", "tokens"]))
+    corpora.write_table(tmp_path / "data" / "x.arrow", table.rename_columns(["tokens", "tokens"]))
     with pytest.raises(UserError, match=r"no single column 'tokens' among tokens, tokens: choose with --col_name"):
         open_stream(settings(tmp_path / "data"))
 

@@ -28,7 +28,6 @@ def run(folder: Path, **fields: object) -> None:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    (tmp_path / "data").mkdir()
     documents = [[(place * 7 + number) % 300 + 2 for place in range(TOKENS)] for number in range(DOCUMENTS)]
     write_flat(tmp_path / "data" / "0", documents)
     return tmp_path

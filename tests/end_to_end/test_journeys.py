@@ -40,8 +40,6 @@ def test_a_migrant_imports_plans_trains_and_exports(checkout: Path, tmp_path: Pa
 
 def test_an_owner_of_data_trains_on_text_and_on_stores_of_others(checkout: Path, tmp_path: Path) -> None:
     documents = [[3 + (17 * place + number) % 1000 for place in range(40 + number)] for number in range(60)]
-    for name in ("lists", "megatron"):
-        (tmp_path / name).mkdir()
     write_lists(tmp_path / "lists" / "shard", documents)
     write_megatron(tmp_path / "megatron" / "shard", documents)
     stores = [f"--data_path={tmp_path}/{name} --sep_token=2" for name in ("lists", "megatron")]

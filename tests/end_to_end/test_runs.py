@@ -26,7 +26,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("corpus")
     rng = np.random.default_rng(0)
     for name, documents in (("train/a", 120), ("train/b", 60), ("valid/held", 30)):
-        (root / name).mkdir(parents=True)
         lengths, firsts = rng.integers(0, 400, documents), rng.integers(0, 300, documents)
         texts = [(first + np.arange(length) * 7) % 300 + 2 for length, first in zip(lengths, firsts, strict=True)]
         write_flat(root / name / "0", texts)

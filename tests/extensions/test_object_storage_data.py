@@ -46,7 +46,6 @@ def local_and_remote(
 ) -> tuple[Any, ...]:
     """Write a corpus, upload it, and return the configurations that read either."""
     folder = tmp_path / "data" / "set"
-    folder.mkdir(parents=True)
     for number in range(shards):
         WRITERS[store](folder / f"s{number}", numbered(LENGTHS, 2 + 100_000 * number))
     (folder / "README.md").write_text("a companion")
@@ -168,12 +167,10 @@ def test_a_cache_folder_makes_the_second_run_local_and_stays_within_its_size(tmp
 
 def test_indexing_reads_the_headers_of_large_batches_only(tmp_path: Path, proxy: FaultProxy) -> None:
     folder = tmp_path / "data" / "set"
-    folder.mkdir(parents=True)
     file = write_lists(folder / "s", numbered([5000] * 600), batch=200)
     config = settings(tmp_path / "data", sep_token=1, vocab_size=1 << 24)
-    remote = replace(
-        config, data_path=upload(tmp_path / "data", "headers", proxy.server), index_dir=str(tmp_path / "index")
-    )
+    uri = upload(tmp_path / "data", "headers", proxy.server)
+    remote = replace(config, data_path=uri, index_dir=str(tmp_path / "index"))
     read = len(proxy.requests)
     theirs = open_stream(remote)
     size = file.stat().st_size
@@ -206,9 +203,8 @@ def test_prepared_data_are_moved_to_object_storage_and_complete_with_their_flags
     local = {str(path.relative_to(tmp_path / "local")): path for path in (tmp_path / "local").rglob("*")}
     files = {name: path for name, path in local.items() if path.is_file() and path.parent.name != RECORDS}
     assert {str(path)[len(there) + 1 :] for path in location(there).rglob("*") if path.is_file()} == files.keys()
-    assert all(
-        (location(there) / name).read_bytes() == path.read_bytes() for name, path in files.items() if name != FLAGS
-    )
+    same = {name: path for name, path in files.items() if name != FLAGS}
+    assert all((location(there) / name).read_bytes() == path.read_bytes() for name, path in same.items())
     assert f"--valid_data_path={there}/valid" in (location(there) / FLAGS).read_text()
     for folder in (location(there), location(f"{tmp_path}/local")):
         (folder / "tokenizer_config.json").write_bytes(b'{"chat_template": "{{ messages[0].content }}"}')

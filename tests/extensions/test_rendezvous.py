@@ -74,7 +74,6 @@ def train(engine: str, cases: list[Case], folder: Path, after: dict[int, str] | 
 def different_data(folder: Path) -> Case:
     """Flags that train on two folders of one name, whose shards have one name and other tokens."""
     for number in range(2):
-        (folder / str(number) / "corpus").mkdir(parents=True)
         write_flat(folder / str(number) / "corpus" / "s", [[2 + number] * 200] * 40)
     flags = [
         ["--use_dummy_dataset=False", "--sep_token=-1", f"--data_path={folder}/{number}/corpus"] for number in range(2)

@@ -29,22 +29,20 @@ from pretraining.extensions.shard_formats.splits import check_splits
 
 
 def test_a_flat_parquet_column_has_no_documents(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
     table = pa.table({"tokens": pa.array([1, 2, 3], pa.int32())})
-    corpora.write_parquet_table(tmp_path / "data" / "x.parquet", table)
+    corpora.write_table(tmp_path / "data" / "x.parquet", table, "parquet")
     assert "a column of single tokens has no documents" in complaint(tmp_path / "data")
 
 
 @pytest.mark.parametrize("store", ["arrow", "parquet"])
 def test_a_mask_of_trained_tokens_under_another_name_is_refused(tmp_path: Path, store: str) -> None:
-    (tmp_path / "data").mkdir()
     table = pa.table({"tokens": [[5, 6, 7], [8, 9, 10]], "completion_mask": [[0, 1, 1], [0, 0, 1]]})
-    write = corpora.write_parquet_table if store == "parquet" else corpora.write_arrow
-    write(tmp_path / "data" / f"x.{store}", table)
+    unread = corpora.write_table(tmp_path / "data" / f"x.{store}", table, store)
     with pytest.raises(UserError, match=r"column completion_mask marks the trained tokens.*rename it to loss_mask"):
         open_stream(settings(tmp_path / "data", seq_length=3))
-    (tmp_path / "data" / f"x.{store}").unlink()
-    write(tmp_path / "data" / f"y.{store}", table.append_column("loss_mask", table["completion_mask"]))
+    unread.unlink()
+    read = table.append_column("loss_mask", table["completion_mask"])
+    corpora.write_table(tmp_path / "data" / f"y.{store}", read, store)
     open_stream(settings(tmp_path / "data", seq_length=3))
 
 
@@ -53,14 +51,13 @@ def test_a_mask_of_trained_tokens_under_another_name_is_refused(tmp_path: Path, 
     [([[0.0, 1.0, 0.25], [1.0, 1.0, 1.0]], "0.25"), ([[0, 1, 1], [1, -1, 1]], "-1"), ([["0", "1", "1"]] * 2, "0")],
 )
 def test_a_mask_of_weights_is_refused(tmp_path: Path, mask: list[list[Any]], value: str) -> None:
-    (tmp_path / "data").mkdir()
     table = pa.table({"tokens": [[5, 6, 7], [8, 9, 10]], "loss_mask": mask})
-    corpora.write_parquet_table(tmp_path / "data" / "x.parquet", table)
+    corpora.write_table(tmp_path / "data" / "x.parquet", table, "parquet")
     with pytest.raises(UserError, match=f"loss_mask has {value}: write 1 where a token is trained, otherwise 0"):
         open_stream(settings(tmp_path / "data", seq_length=3))
 
 
-@pytest.mark.parametrize("store", ["file", "stream", "parquet"])
+@pytest.mark.parametrize("store", ["arrow", "stream", "parquet"])
 @pytest.mark.parametrize(
     ("mask", "labels", "refusal"),
     [
@@ -74,13 +71,9 @@ def test_a_mask_of_weights_is_refused(tmp_path: Path, mask: list[list[Any]], val
 def test_padding_of_transformers_tokenizers_is_not_trained_as_text(
     tmp_path: Path, store: str, mask: list[list[float]], labels: list[list[int]] | None, refusal: str
 ) -> None:
-    (tmp_path / "data").mkdir()
     columns = {"input_ids": [[5, 6, 7], [8, 9, 10]], "attention_mask": mask} | ({"labels": labels} if labels else {})
     table = pa.table({"text": ["a", "b"], **columns})
-    if store == "parquet":
-        corpora.write_parquet_table(tmp_path / "data" / "x.parquet", table)
-    else:
-        corpora.write_arrow(tmp_path / "data" / "x.arrow", table, stream=store == "stream", rows=1)
+    corpora.write_table(tmp_path / "data" / "x", table, store, rows=1)
     config = settings(tmp_path / "data", col_name="input_ids", seq_length=3)
     if refusal:
         with pytest.raises(UserError, match=refusal):
@@ -92,7 +85,7 @@ def test_padding_of_transformers_tokenizers_is_not_trained_as_text(
 LENGTHS = st.lists(st.lists(st.integers(1, 4), max_size=3), min_size=1, max_size=5).filter(any)
 
 
-@pytest.mark.parametrize("store", ["file", "stream", "parquet"])
+@pytest.mark.parametrize("store", ["arrow", "stream", "parquet"])
 @hypothesis.settings(max_examples=30)
 @given(LENGTHS, st.sampled_from(["seq_lengths", "position_ids", "attention_mask"]), st.booleans())
 def test_sequences_that_trl_or_llama_factory_has_packed_into_a_row_are_refused_or_do_not_attend_to_each_other(
@@ -107,10 +100,7 @@ def test_sequences_that_trl_or_llama_factory_has_packed_into_a_row_are_refused_o
     columns |= {"attention_mask": masks} if has_mask and column == "position_ids" else {}
     table = pa.table({name: pa.array(lists, pa.list_(pa.int32())) for name, lists in columns.items()})
     with TemporaryDirectory() as folder:
-        if store == "parquet":
-            corpora.write_parquet_table(Path(folder) / "x.parquet", table, rows=2)
-        else:
-            corpora.write_arrow(Path(folder) / "x.arrow", table, stream=store == "stream", rows=2)
+        corpora.write_table(Path(folder) / "x", table, store, rows=2)
         fields = {"seq_length": sum(map(sum, lengths)), "sep_token": -1, "shuffle": "none", "logical_shards": 1}
         config = settings(Path(folder), **fields, reset_attention_mask=True)
         is_followed = column == "position_ids" and has_mask
@@ -125,7 +115,6 @@ def test_sequences_that_trl_or_llama_factory_has_packed_into_a_row_are_refused_o
 
 
 def test_a_megatron_index_and_its_tokens_must_belong_together(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
     index = corpora.write_megatron(tmp_path / "data" / "s", DOCUMENTS)
     tokens = index.with_suffix(".bin").read_bytes()
     index.with_suffix(".bin").write_bytes(tokens + tokens[:4])
@@ -156,7 +145,6 @@ def test_sequences_of_a_multimodal_megatron_dataset_that_are_no_text_are_refused
 
 
 def test_documents_anywhere_in_a_megatron_file_are_verified_one_by_one(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
     index = corpora.write_megatron(tmp_path / "data" / "s", numbered([300] * 2000))
     raw = bytearray(index.read_bytes())
     pointers = np.frombuffer(raw, "<i8", 2000, offset=34 + 4 * 2000)
@@ -175,7 +163,6 @@ def test_without_the_folder_such_shards_are_refused_with_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "data"
-    folder.mkdir()
     shards = corpora.write_parquet(folder / "p", DOCUMENTS), corpora.write_megatron(folder / "m", DOCUMENTS)
     for name in dict(SHARD_FORMATS):
         monkeypatch.delitem(SHARD_FORMATS, name)
@@ -189,10 +176,9 @@ def test_without_the_folder_such_shards_are_refused_with_its_name(
         shard.unlink()
         shard.with_suffix(".bin").unlink(missing_ok=True)
     labelled = folder / "labelled.arrow"
-    corpora.write_arrow(labelled, pa.table({"tokens": [[4, 5]], "labels": [[4, 5]]}))
+    corpora.write_table(labelled, pa.table({"tokens": [[4, 5]], "labels": [[4, 5]]}))
     assert complaint(folder).startswith(f"{labelled}: nothing here reads its labels: add the folder pretraining/ext")
     shutil.rmtree(folder)
-    folder.mkdir()
     corpora.write_flat(folder / "a", DOCUMENTS)
     message = "no shards of --file_type=parquet: give a folder of arrow files"
     assert complaint(folder, file_type="parquet") == f"{folder}: {message}"

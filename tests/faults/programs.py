@@ -60,7 +60,6 @@ def write_corpus(folder: Path, stores: Sequence[str] = tuple(STORES), number: in
     """Write a dataset of `number` documents in every one of these stores to folder/train, and one to folder/held."""
     chance = random.Random(0)
     for name, write in [*((f"train/{store}", STORES[store]) for store in stores), ("held/flat", corpora.write_flat)]:
-        (folder / name).mkdir(parents=True)
         documents = [[chance.randrange(2, 300) for _ in range(chance.randrange(60))] for _ in range(number)]
         write(folder / name / "s", documents)
 

@@ -47,7 +47,6 @@ class UnreadShard:
             assert prepare.main(arguments) == 0
             self.data /= "train"
         else:
-            self.data.mkdir(parents=True)
             lengths = [chance.randrange(60) for _ in range(200)]
             OTHERS[kind](self.data / "s", [[chance.randrange(2, 320) for _ in range(length)] for length in lengths])
         usual: dict[str, Any] = {"seq_length": LENGTH, "global_batch_size": 1, "vocab_size": 320, "logical_shards": 8}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from pretraining.tools.convert.export_tokenizer import export_tokenizer
 from pretraining.tools.prepare import prepare
 from pretraining.tools.prepare.chat import ChatTemplate, TemplateSource, check_tokens, find_template
 from pretraining.tools.prepare.instructions import Example, InstructionOptions, PackedRow, Packer, Reader
-from tests.data.corpora import settings, write_arrow, write_instructions, write_parquet_table
+from tests.data.corpora import settings, write_instructions, write_table
 from tests.tokenizer_files import write_byte_level
 
 LENGTH = 16
@@ -288,23 +287,15 @@ def test_longer_examples_are_refused_split_or_dropped_and_counted() -> None:
 # ---- Shards with labels
 
 
-STORES: dict[str, Callable[[Path, pa.Table], None]] = {
-    "parquet": partial(write_parquet_table, rows=4),
-    "arrow": partial(write_arrow, rows=3),
-    "arrow_stream": partial(write_arrow, rows=3, stream=True),
-}
-
-
-@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("store", ["arrow", "stream", "parquet"])
 @pytest.mark.parametrize("name", ["labels", "loss_mask"])
 def test_labels_are_those_of_the_column_one_place_earlier(tmp_path: Path, store: str, name: str) -> None:
     random.seed(4)
     tokens = [[random.randrange(2, 60_000) for _ in range(LENGTH)] for _ in range(20)]
     masks = [[int(place > 3 and random.random() < 0.5) for place in range(LENGTH)] for _ in range(20)]
     labels = [[t if m else IGNORED for t, m in zip(*row, strict=True)] for row in zip(tokens, masks, strict=True)]
-    (tmp_path / "data").mkdir()
     columns = {"tokens": pa.array(tokens, pa.list_(pa.uint16())), name: masks if name == "loss_mask" else labels}
-    STORES[store](tmp_path / "data" / "s0.shard", pa.table(columns))
+    write_table(tmp_path / "data" / "s0.shard", pa.table(columns), store, rows=3)
     stream = open_stream(settings(tmp_path / "data", seq_length=LENGTH, sep_token=-1, global_batch_size=5))
     want = dict(zip(map(tuple, tokens), labels, strict=True))
     for step in range(8):
@@ -322,8 +313,7 @@ def test_labels_of_examples_of_any_length_survive_the_cutting_into_rows(tmp_path
         list(range(first, first + size)) for first, size in zip(range(100, 60_000, 100), lengths, strict=False)
     ]
     masks = [[int(token % 3 == 0) for token in document] for document in documents]
-    (tmp_path / "data").mkdir()
-    write_arrow(tmp_path / "data" / "s.arrow", pa.table({"tokens": documents, "loss_mask": masks}))
+    write_table(tmp_path / "data" / "s.arrow", pa.table({"tokens": documents, "loss_mask": masks}))
     stream = open_stream(settings(tmp_path / "data", seq_length=LENGTH, bos_token=3, reset_attention_mask=True))
     for step in range(200):
         batch = stream.batch(step)
@@ -371,9 +361,8 @@ def test_boundaries_of_packed_examples_are_segments_and_resuming_repeats_them(tm
 def test_labels_that_do_not_belong_to_their_tokens_are_refused(
     tmp_path: Path, columns: dict[str, Any], expected: str
 ) -> None:
-    (tmp_path / "data").mkdir()
     for name, more in (("a", {"labels": [[4, 5, 6, 7]]}), ("s", columns)):
-        write_arrow(tmp_path / "data" / f"{name}.arrow", pa.table({"tokens": [[4, 5, 6, 7]], **more}))
+        write_table(tmp_path / "data" / f"{name}.arrow", pa.table({"tokens": [[4, 5, 6, 7]], **more}))
     with pytest.raises(UserError, match=f"s.arrow: .*{expected}"):
         open_stream(settings(tmp_path / "data"))
 
