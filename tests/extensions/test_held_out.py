@@ -1,39 +1,17 @@
-"""The settings of a validation, and the line of a validation or a test."""
+"""The line of a validation or a test, and the datasets of which a validation reads nothing."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pretraining.data import open_stream
 from pretraining.extensions.held_out.figures import evaluation_line
 from pretraining.extensions.held_out.watch import unread_datasets
-from tests.config.test_validate import found
 from tests.data.corpora import corpus, numbered, settings
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"val_interval": 10}, ["--val_interval=10", "--val_steps"]),
-        (
-            {"use_dummy_dataset": False, "data_path": "x", "val_interval": 9, "val_steps": 1},
-            ["--val_interval=9", "--split"],
-        ),
-        (
-            {"use_dummy_dataset": False, "data_path": "x", "test_steps": 1, "split": "9,1"},
-            ["--test_steps=1", "--test_data_path", "third share"],
-        ),
-    ],
-)
-def test_held_out_data_and_their_length_are_asked_for(settings: dict[str, Any], words: list[str]) -> None:
-    (problem,) = found(**settings)
-    assert [word for word in words if word not in problem] == []
 
 
 @given(st.integers(1, 10**7), st.data())
@@ -54,14 +32,9 @@ def test_validation_and_test_have_lines_of_their_own_with_bits_per_byte_and_each
 def test_a_dataset_of_which_a_validation_reads_nothing_is_named(tmp_path: Path) -> None:
     for name, first, documents in (("web", 2, 50), ("books", 10_000, 3), ("notes", 20_000, 1)):
         corpus(tmp_path / "data", numbered([15 if name != "notes" else 1] * documents, first), name=name)
-    path = str(tmp_path / "data")
-    stream = open_stream(
-        settings(tmp_path / "data", valid_data_path=path, global_batch_size=4, drop_last_val=False), split="valid"
-    )
-    assert re.fullmatch(
-        r"note: val_loss leaves out notes, .*; give it more tokens.*", unread_datasets(stream, "val", -1)
-    )
-    stream = open_stream(
-        settings(tmp_path / "data", valid_data_path=path, global_batch_size=4, valid_datasets="web"), split="valid"
-    )
+    fields = {"valid_data_path": str(tmp_path / "data"), "global_batch_size": 4}
+    stream = open_stream(settings(tmp_path / "data", **fields, drop_last_val=False), split="valid")
+    note = unread_datasets(stream, "val", -1)
+    assert re.fullmatch(r"note: val_loss leaves out notes, .*; give it more tokens.*", note)
+    stream = open_stream(settings(tmp_path / "data", **fields, valid_datasets="web"), split="valid")
     assert unread_datasets(stream, "val", 1) == ""

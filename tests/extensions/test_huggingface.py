@@ -29,7 +29,7 @@ from pretraining.tools.convert.description import config_json
 from pretraining.tools.convert.export_tokenizer import export_tokenizer
 from pretraining.tools.importing.model_file import model_flags
 from tests.checkpoint.saving import save
-from tests.checkpoint.small_run import PlainTrainee, facts_of, open_run, small_config
+from tests.checkpoint.small_run import facts_of, open_run, small_config
 from tests.checkpoint.test_checkpoints import run
 from tests.end_to_end.small import ROOT
 from tests.processes import call
@@ -69,8 +69,20 @@ def own_tokenizers() -> Any:
 def saved(folder: Path, **fields: Any) -> Path:
     """A checkpoint of an untrained model, its weights large enough that attention looks somewhere."""
     config = small_config(folder, init_std=0.5, **fields)
-    model, optimizer = open_run(config)
-    return save(folder, PlainTrainee(model, optimizer).state(), facts_of(config, 2))
+    return save(folder, open_run(config).state(), facts_of(config, 2))
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    """The folder of an untrained model, as transformers reads it."""
+    return to_huggingface(open_checkpoint(saved(tmp_path / "run")), tmp_path / "hf")
+
+
+def describe(exported: Path, change: dict[str, Any]) -> None:
+    """Change these keys of config.json; one that becomes None is removed."""
+    config = json.loads((exported / "config.json").read_text()) | change
+    kept = {key: value for key, value in config.items() if value is not None or key not in change}
+    (exported / "config.json").write_text(json.dumps(kept))
 
 
 def logits(config: TrainConfig, weights: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
@@ -128,11 +140,8 @@ def test_an_exported_model_is_the_same_function_in_transformers_and_comes_back_u
     settings, _, problems, _ = model_flags({"model_config_path": tmp_path / "back"})
     assert not problems
     assert {name: settings[name] for name in described} == described
-    again = to_huggingface(
-        open_checkpoint(to_checkpoint(open_any_checkpoint(exported), tmp_path / "imported")),
-        tmp_path / "again",
-        shard_size=3000,
-    )
+    imported = open_checkpoint(to_checkpoint(open_any_checkpoint(exported), tmp_path / "imported"))
+    again = to_huggingface(imported, tmp_path / "again", shard_size=3000)
     names = sorted(path.name for path in exported.iterdir())
     assert names == sorted(path.name for path in again.iterdir()) and len(names) > 4
     assert all((exported / name).read_bytes() == (again / name).read_bytes() for name in names)
@@ -157,13 +166,12 @@ def test_a_transformers_model_trains_here_and_starts_as_the_same_function(
     theirs.save_pretrained(tmp_path / "hf")
     fields = {"ckpt_load_path": str(tmp_path / "hf"), "tie_word_embeddings": ours_tied, **LLAMA3}
     config = small_config(tmp_path / "run", **fields)
-    model, optimizer = open_run(config)
-    checkpoints = Checkpoints(config, tmp_path / "run")
-    facts = checkpoints.restore(PlainTrainee(model, optimizer))  # type: ignore[arg-type]
+    trainee = open_run(config)
+    facts = Checkpoints(config, tmp_path / "run").restore(trainee)  # type: ignore[arg-type]
     assert facts and facts.step == 0
     tokens = torch.randint(0, 64, (2, 48))
     with torch.no_grad():
-        torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
+        torch.testing.assert_close(trainee.model(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
     losses = run(tmp_path / "run", **fields)
     assert len(losses) == 8 and losses[-1] < losses[0] + 1
     back = transformers.LlamaForCausalLM.from_pretrained(
@@ -415,9 +423,8 @@ def test_rotary_settings_of_both_transformers_generations_and_the_gate_are_under
 def test_a_gpt_neox_that_rotates_an_odd_number_of_channels_is_refused_in_both_directions(tmp_path: Path) -> None:
     """transformers rotates one more, this model one less."""
     theirs = to_huggingface(open_checkpoint(saved(tmp_path / "even", **GPT_NEOX)), tmp_path / "hf")
-    config = json.loads((theirs / "config.json").read_text())
-    odd = 3.5 / (config["hidden_size"] // config["num_attention_heads"])
-    (theirs / "config.json").write_text(json.dumps({**config, "rotary_pct": odd}))
+    odd = 3.5 / 4  # channels of a head
+    describe(theirs, {"rotary_pct": odd})
     with pytest.raises(UserError, match="rotates 3 channels, which are no pairs"):
         open_any_checkpoint(theirs)
     ours = open_checkpoint(saved(tmp_path / "odd", **{**GPT_NEOX, "rotary_percentage": odd}))
@@ -446,12 +453,8 @@ def test_a_gpt_neox_that_rotates_an_odd_number_of_channels_is_refused_in_both_di
         ({"rope_theta": float("inf"), "rms_norm_eps": "x"}, "rope_theta=inf: expected a finite number"),
     ],
 )
-def test_a_model_that_cannot_be_this_one_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    exported = to_huggingface(open_checkpoint(saved(tmp_path / "run")), tmp_path / "hf")
-    config = {**json.loads((exported / "config.json").read_text()), **change}
-    (exported / "config.json").write_text(
-        json.dumps({k: v for k, v in config.items() if v is not None or k not in change})
-    )
+def test_a_model_that_cannot_be_this_one_is_refused(exported: Path, change: dict[str, Any], message: str) -> None:
+    describe(exported, change)
     with pytest.raises(UserError, match=message):
         open_any_checkpoint(exported)
 
@@ -473,8 +476,7 @@ def test_a_function_that_their_models_have_no_word_for_is_not_exported(field: di
 
 
 @needs("other_weights")
-def test_another_shape_than_the_flags_say_is_refused_before_any_tensor_is_read(tmp_path: Path) -> None:
-    exported = to_huggingface(open_checkpoint(saved(tmp_path / "run")), tmp_path / "hf")
+def test_another_shape_than_the_flags_say_is_refused_before_any_tensor_is_read(exported: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"(?s)--num_kv_heads=4 .*has 2.*--rope_theta=5000.* has 10000"):
         run(tmp_path / "b", ckpt_load_path=str(exported), num_kv_heads=4, rope_theta=5000.0)
 
@@ -489,8 +491,7 @@ def test_another_shape_than_the_flags_say_is_refused_before_any_tensor_is_read(t
         ({"metadata": {}}, "has no weight_map"),
     ],
 )
-def test_a_wrong_index_is_refused(index: dict[str, Any], message: str, tmp_path: Path) -> None:
-    exported = to_huggingface(open_checkpoint(saved(tmp_path / "run")), tmp_path / "hf")
+def test_a_wrong_index_is_refused(index: dict[str, Any], message: str, exported: Path, tmp_path: Path) -> None:
     save_file({"lm_head.weight": torch.zeros(2)}, tmp_path / "outside.safetensors")
     (exported / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UnreadableError, match=message):
@@ -516,22 +517,19 @@ EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
 )
 @pytest.mark.parametrize("pickled", [False, True])
 def test_convert_refuses_tensors_that_are_not_the_model_s(
-    tensors: dict[str, Any], config: dict[str, Any], message: str, pickled: bool, tmp_path: Path,
+    tensors: dict[str, Any], config: dict[str, Any], message: str, pickled: bool, exported: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    exported = to_huggingface(open_checkpoint(saved(tmp_path / "run")), tmp_path / "hf")
     file = exported / "model.safetensors"
     state = {name: tensor for name, tensor in (load_file(file) | tensors).items() if tensor is not None}
     if pickled:
         file.unlink()
         torch.save(state, exported / "pytorch_model.bin")
-        message = (
-            "" if EMBEDDING in tensors or "lm_head.weight" in tensors or "num_hidden_layers" in config else message
-        )
+        is_read_from_the_file = EMBEDDING in tensors or "lm_head.weight" in tensors or "num_hidden_layers" in config
+        message = "" if is_read_from_the_file else message
     else:
         save_file(state, file)
-    description = json.loads((exported / "config.json").read_text())
-    (exported / "config.json").write_text(json.dumps(description | config))
+    describe(exported, config)
     capsys.readouterr()
     code = main([str(exported), str(tmp_path / "ours")])
     if pickled and tensors.get(EMBEDDING) is not None:  # a .bin's embedding gives the vocabulary

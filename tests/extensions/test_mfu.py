@@ -16,28 +16,26 @@ from pretraining.extensions.flops import Meter, flops_per_token, training_flops
 from pretraining.models.llama import Llama
 
 
+def counted_flops(config: TrainConfig) -> int:
+    """Return the operations of the matrix products of a forward and a backward pass over a row."""
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        Llama(config)(torch.zeros(1, config.seq_length, dtype=torch.long)).sum().backward()
+    return counter.get_total_flops()
+
+
 @pytest.mark.parametrize("variant", ["tiny", "llama2_7b", "llama3_8b", "llama3_70b"])
 def test_the_formula_equals_the_matrix_products_of_the_model(variant: str) -> None:
     config = TrainConfig(model_variant=variant, num_layers=3, seq_length=256)
-    with torch.device("meta"):
-        model = Llama(config)
-        tokens = torch.zeros(1, 256, dtype=torch.long)
-        with FlopCounterMode(display=False) as counter:
-            model(tokens).sum().backward()
     shape = model_shape(config)
     norms = 6 * shape.hidden_size * (2 * shape.num_layers + 1)  # in N, but no matrix product
-    assert counter.get_total_flops() == 256 * (flops_per_token(shape, 256).full - norms)
+    assert counted_flops(config) == 256 * (flops_per_token(shape, 256).full - norms)
 
 
 def test_a_frozen_weight_below_adapters_takes_two_thirds_of_the_operations() -> None:
     pytest.importorskip("pretraining.extensions.lora")
     config = CONFIGURATION(model_variant="llama3_8b", num_layers=3, seq_length=256, lora_rank=1)
-    with torch.device("meta"):
-        model = Llama(config)
-        with FlopCounterMode(display=False) as counter:
-            model(torch.zeros(1, 256, dtype=torch.long)).sum().backward()
     # The counter has the adapters, and no gradient of the input of the first block.
-    assert counter.get_total_flops() == pytest.approx(256 * training_flops(config, 256).full, rel=0.02)
+    assert counted_flops(config) == pytest.approx(256 * training_flops(config, 256).full, rel=0.02)
 
 
 def test_fms_fsdps_published_mfu_of_7b_on_a100_is_met() -> None:

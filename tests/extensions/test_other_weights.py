@@ -25,7 +25,7 @@ from pretraining.extensions.checkpoints import newest_checkpoint, read_tensors
 from pretraining.run.start import parameter_shapes
 from pretraining.tools.convert.convert import main as convert
 from pretraining.tools.generate import base_weights, load_model
-from tests.checkpoint.small_run import PlainTrainee, open_run, small_config, train
+from tests.checkpoint.small_run import open_run, small_config, train
 from tests.checkpoint.test_checkpoints import check_start_of, run
 from tests.selection import needs
 
@@ -48,11 +48,11 @@ def test_another_run_s_checkpoint_gives_weights_and_moments_at_step_0(tmp_path: 
     run(tmp_path / "a", num_steps=4)
     for path in (tmp_path / "a", tmp_path / "a" / "checkpoints", tmp_path / "a" / "checkpoints" / "step_4"):
         config = small_config(tmp_path / "b", ckpt_load_path=str(path), learning_rate=1e-5)
-        model, optimizer = open_run(config)
-        facts = Checkpoints(config, tmp_path / "b").restore(PlainTrainee(model, optimizer))  # type: ignore[arg-type]
+        trainee = open_run(config)
+        facts = Checkpoints(config, tmp_path / "b").restore(trainee)  # type: ignore[arg-type]
         assert facts and (facts.step, facts.tokens_seen, facts.data) == (0, 0, None)
         saved = read_tensors(tmp_path / "a" / "checkpoints" / "step_4")
-        assert all(torch.equal(tensor, saved[name]) for name, tensor in PlainTrainee(model, optimizer).state().items())
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in trainee.state().items())
 
 
 def test_a_change_that_load_step_refuses_is_accepted_without_it(tmp_path: Path) -> None:
@@ -69,9 +69,9 @@ def test_a_change_that_load_step_refuses_is_accepted_without_it(tmp_path: Path) 
 def test_load_weights_only_leaves_the_optimizer_fresh(tmp_path: Path) -> None:
     run(tmp_path / "a", num_steps=4)
     config = small_config(tmp_path / "b", ckpt_load_path=str(tmp_path / "a"), load_weights_only=True)
-    model, optimizer = open_run(config)
-    Checkpoints(config, tmp_path / "b").restore(PlainTrainee(model, optimizer))  # type: ignore[arg-type]
-    state, saved = PlainTrainee(model, optimizer).state(), read_tensors(tmp_path / "a" / "checkpoints" / "step_4")
+    trainee = open_run(config)
+    Checkpoints(config, tmp_path / "b").restore(trainee)  # type: ignore[arg-type]
+    state, saved = trainee.state(), read_tensors(tmp_path / "a" / "checkpoints" / "step_4")
     assert all(torch.equal(tensor, saved[name]) for name, tensor in state.items() if is_weight(name))
     assert not any(tensor.any() for name, tensor in state.items() if not is_weight(name))
 
@@ -122,16 +122,16 @@ def test_strict_load_names_what_differs_and_can_be_told_to_let_it_be(
 ) -> None:
     run(tmp_path / "a", num_steps=2)
     config = small_config(tmp_path / "b", ckpt_load_path=str(tmp_path / "a"), load_weights_only=True)
-    model, optimizer = open_run(config)
-    model.add_module("value_head", torch.nn.Linear(2, 2))
+    trainee = open_run(config)
+    trainee.model.add_module("value_head", torch.nn.Linear(2, 2))
     with pytest.raises(UserError, match=r"only in the model: value_head\.bias, value_head\.weight"):
-        Checkpoints(config, tmp_path / "b").restore(PlainTrainee(model, optimizer))  # type: ignore[arg-type]
+        Checkpoints(config, tmp_path / "b").restore(trainee)  # type: ignore[arg-type]
     config = replace(config, strict_load=False)
-    Checkpoints(config, tmp_path / "b").restore(PlainTrainee(model, optimizer))  # type: ignore[arg-type]
+    Checkpoints(config, tmp_path / "b").restore(trainee)  # type: ignore[arg-type]
     assert "not loaded, only in the model: value_head.bias" in capsys.readouterr().out
     for number in range(4):
-        model.add_module(f"head{number}", torch.nn.Linear(2, 2))
-    Checkpoints(config, tmp_path / "c").restore(PlainTrainee(model, optimizer))  # type: ignore[arg-type]
+        trainee.model.add_module(f"head{number}", torch.nn.Linear(2, 2))
+    Checkpoints(config, tmp_path / "c").restore(trainee)  # type: ignore[arg-type]
     assert re.search(r"only in the model: (head\d\.\w+, ){4}head2\.bias and 5 others$", capsys.readouterr().out, re.M)
 
 

@@ -7,18 +7,10 @@ from typing import Any
 import pytest
 
 from main_training import CONFIGURATION, EXTENSIONS
-from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS, model_shape
-from pretraining.extensions.overview.lines import (
-    describe_run,
-    notes,
-    placed_line,
-    settings_without_effect,
-)
+from pretraining.extensions.overview.lines import describe_run, notes, placed_line, settings_without_effect
 from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.mesh import Mesh
-from pretraining.parallel.processes import Processes
-from pretraining.parallel.torch import engine as torch_engine
 from pretraining.parallel.torch.engine import TorchEngine
 from tests.facts import SIZE, facts
 from tests.selection import needs
@@ -73,21 +65,14 @@ def test_the_placed_line_shows_the_share_of_a_copy_that_one_device_holds() -> No
     assert line.endswith("(100.0% of a copy)")
 
 
-def engine(processes: int, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tuple[TrainConfig, TorchEngine]:
-    """The torch engine of one process among so many on this host."""
-    monkeypatch.setattr(torch_engine, "read_processes", lambda: Processes(local_world_size=processes))
-    config = CONFIGURATION(device="cpu", model_variant="llama3_194m_4k", **fields)
-    opened = TorchEngine(config)
-    return opened.config, opened
-
-
-def test_the_facts_show_the_memory_that_the_engine_s_layout_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, opened = engine(1, monkeypatch, sharding_strategy="zero2", batch_size=1)
+def test_the_facts_show_the_memory_that_the_engine_s_layout_shards() -> None:
+    fields: dict[str, Any] = {"model_variant": "llama3_194m_4k", "sharding_strategy": "zero2", "batch_size": 1}
+    opened = TorchEngine(CONFIGURATION(device="cpu", **fields))
     opened.mesh = opened.mesh._replace(shard=8)
     opened.layout = opened.layout._replace(mesh=opened.mesh)
     lines = describe_run(opened.config, opened, EXTENSIONS).splitlines()
     (line,) = (line for line in lines if line.startswith("memory"))
-    whole = 4 * VARIANTS[config.model_variant].parameters
+    whole = 4 * VARIANTS[opened.config.model_variant].parameters
     assert f"parameters {whole / 8 / 2**20:.2f} MiB" in line
 
 

@@ -114,7 +114,13 @@ def test_a_run_folder_that_cannot_be_written_is_refused(tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize(
-    "name", ["log_dir", pytest.param("tensorboard_dir", marks=needs("trackers")), "ckpt_save_path"]
+    "name",
+    [
+        "log_dir",
+        "ckpt_save_path",
+        pytest.param("tensorboard_dir", marks=needs("trackers")),
+        pytest.param("dump_sharding", marks=needs("sharding_report")),
+    ],
 )
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     (tmp_path / "file").write_text("")

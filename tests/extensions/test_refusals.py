@@ -24,6 +24,7 @@ LAYERS = "lora_target_modules=.* means other projections in layer 1 than in laye
 RELATIVE: dict[str, Any] = {"optimizer": "adafactor", "optimizer_args": "relative_step=True", "num_steps": 100}
 SHORT: dict[str, Any] = {"num_steps": 100, "learning_rate": 1e-3}
 HYBRID = {"lr_schedule": "hybrid_cosine_inv_sqrt", "lr_cooldown_steps": 95, "lr_warmup_steps": 9}
+STORED: dict[str, Any] = {"use_dummy_dataset": False, "data_path": "x"}
 BEST: dict[str, Any] = {"keep_best": 2, "keep_last_n_checkpoints": 1, "val_interval": 4, "val_steps": 1, **SAVED}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     # batch_rampup
@@ -42,6 +43,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**BEST, "keep_best_metric": "val_bits_per_byte"}, "=val_bits_per_byte .*needs --tokenizer_path"),
     ({**BEST, "keep_best_metric": "val_loss/a"}, "=val_loss/a .*the dummy dataset has no parts; use val_loss"),
     ({"keep_best_metric": "val_loss/a"}, "=val_loss/a .*needs --keep_best"),
+    # clock
+    ({"checkpoint_seconds": 60}, "--checkpoint_seconds=60 .*checkpoint_interval=0"),
     # fp16, fp8
     ({"precision": "fp16", "loss_scale": 8.0, "loss_scale_window": 5}, "loss_scale_window=5 +is for the dynamic"),
     ({**FP8, "intermediate_size": 200}, "intermediate_size=200 +is not a multiple of 16.*use 192 or 208"),
@@ -51,6 +54,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({**FP8, "num_kv_heads": 1}, "num_kv_heads=1 +x head_dim=8 = 8 is not a multiple of 16"),
     ({**FP8, "batch_size": 1, "seq_length": 40}, "batch_size=1 +x 40 tokens = 40 is not a mult.*use 32 or 48"),
+    # held_out
+    ({"val_interval": 10}, "--val_interval=10 .*--val_steps"),
+    ({**STORED, "val_interval": 9, "val_steps": 1}, "--val_interval=9 .*--split"),
+    ({**STORED, "test_steps": 1, "split": "9,1"}, "--test_steps=1 .*--test_data_path.*third share"),
     # kv_replication
     ({"tensor_parallel_size": 8, "kv_replication": 3, "num_kv_heads": 2}, "=3 .*num_kv_heads=2.*use 4 or 8"),
     # length_stages
@@ -66,6 +73,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ckpt_local_path": "fast"}, "--ckpt_local_path=fast .*give an interval in steps"),
     # lora
     ({**LORA, "lora_target_modules": "proj"}, "=proj .*matches no projection; .*q_proj, k_proj"),
+    ({**LORA, "lora_target_modules": "q_pro"}, "=q_pro .*matches no projection"),
     ({**LORA, "lora_target_modules": "q_proj,typo"}, "=q_proj,typo .*contains typo, which matches no"),
     ({**LORA, "lora_target_modules": "q_proj,"}, "matches no projection"),
     (
