@@ -22,7 +22,7 @@ from pretraining.data.index import TokenShard, open_index, sidecar_path
 from pretraining.tools.inspect_data import verify
 from tests.data import corpora
 from tests.data.corpora import corpus, numbered, rows, settings
-from tests.faults.damage import flip_bit_at
+from tests.faults.damage import flip_bit_at, truncate
 from tests.faults.unread import OTHERS, UnreadShard, flip_bit, swap_words
 from tests.selection import needs
 
@@ -34,10 +34,6 @@ def complaint(folder: Path, **fields: Any) -> str:
     with pytest.raises(UserError) as caught:
         open_stream(settings(folder, **fields))
     return str(caught.value)
-
-
-def truncate(path: Path, keep: float) -> None:
-    os.truncate(path, int(path.stat().st_size * keep))
 
 
 WRITERS: dict[str, Callable[..., Path]] = {

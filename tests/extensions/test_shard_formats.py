@@ -21,7 +21,8 @@ from pretraining.data import open_stream
 from pretraining.storage import SHARD_FORMATS
 from tests.data import corpora
 from tests.data.corpora import numbered, rows, settings
-from tests.data.test_faults import DOCUMENTS, complaint, flip, truncate
+from tests.data.test_faults import DOCUMENTS, complaint, flip
+from tests.faults.damage import truncate
 
 pytest.importorskip("pretraining.extensions.shard_formats")
 

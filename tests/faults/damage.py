@@ -23,6 +23,11 @@ def flip_bit_at(path: Path, at: int = -1) -> None:
     path.write_bytes(data)
 
 
+def truncate(path: Path, keep: float) -> None:
+    """Keep this part of a file."""
+    os.truncate(path, int(path.stat().st_size * keep))
+
+
 def _overwrite(data: bytes, chance: random.Random) -> bytes:
     """Replace a range by zeros, ones or noise."""
     start, size = chance.randrange(len(data) + 1), chance.randrange(1, 600)

@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 pytest.importorskip("pretraining.extensions.huggingface")
 pytest.importorskip("transformers")
 
-from tests.tools.convert.test_pickles import CORE, assert_same_function, convert, llama, megatron, renamed
+from tests.faults.damage import flip_bit_at, truncate
+from tests.tools.convert.test_pickles import CORE, Attack, assert_same_function, convert, llama, megatron, renamed
 from tests.tools.importing.files import tree
 
 WEIGHT = "model.decoder.layers.mlp.linear_fc2.weight"
@@ -73,25 +74,11 @@ def test_a_distributed_checkpoint_of_nemo_is_one_model(
     write(tmp_path / "nemo" / below, stacked(state) if is_stacked else state, boxes)
     config = tree("nemo", {"model.tensor_model_parallel_size": 2, "model.pipeline_model_parallel_size": 2})
     assert_same_function(theirs, tmp_path / "nemo", tmp_path / "ours", config)
-    assert (
-        "the optimizer states of NeMo (distributed) are not read; training starts with moments of 0"
-        in capsys.readouterr().err
-    )
+    note = "the optimizer states of NeMo (distributed) are not read; training starts with moments of 0"
+    assert note in capsys.readouterr().err
 
 
-class Attack:
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.system, ("touch attacked",)
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+ATTACK = Attack(os.mkdir, "attacked")
 
 
 def forget_a_box(path: Path) -> None:
@@ -108,11 +95,11 @@ def make_zarr(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda folder: flip(folder / "__0_0.distcp"), "differs from its checksum: the file is damaged"),
+        (lambda folder: flip_bit_at(folder / "__0_0.distcp", 3000), "differs from its checksum: the file is damaged"),
         (lambda folder: (folder / "__0_0.distcp").unlink(), "No such file"),
-        (lambda folder: truncate(folder / "__0_0.distcp"), ".metadata: cannot be read as weights"),
-        (lambda folder: truncate(folder / ".metadata"), ".metadata: cannot be read as torch_dist's description"),
-        (lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(Attack())), "holds StandIn, not torch_dist's"),
+        (lambda folder: truncate(folder / "__0_0.distcp", 0.5), ".metadata: cannot be read as weights"),
+        (lambda folder: truncate(folder / ".metadata", 0.5), ".metadata: cannot be read as torch_dist's description"),
+        (lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(ATTACK)), "holds StandIn, not torch_dist's"),
         (lambda folder: forget_a_box(folder / ".metadata"), "holds 2,048 of the 4,096 numbers of model.decoder.layers"),
         (make_zarr, "a distributed checkpoint of the kind zarr, only torch_dist is read"),
         (lambda folder: write(folder / "weights", {}), "holds 2 checkpoints: give one of them"),

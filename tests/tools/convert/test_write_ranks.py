@@ -22,7 +22,7 @@ from pretraining.checkpoint.store import is_weight
 from pretraining.extensions.checkpoints import read_tensors
 from pretraining.tools.convert import write_ranks
 from pretraining.tools.convert.convert import main
-from tests.tools.convert.test_pickles import CORE, SIZES, llama, megatron, nxdt_shards, renamed, replicated
+from tests.tools.convert.test_pickles import CORE, SIZES, convert, llama, megatron, nxdt_shards, renamed, replicated
 from tests.tools.importing.files import put, tree
 
 transformers: Any = pytest.importorskip("transformers")
@@ -57,13 +57,17 @@ def assert_equal(files: Files, others: Files) -> None:
 
 def assert_round_trip(files: Files, config: dict[str, Any], folder: Path, *more: str) -> Path:
     """Assert that theirs become ours and theirs again; return the last folder."""
-    folder.mkdir()
-    (folder / "their.json").write_text(json.dumps(config))
-    ours, back = str(folder / "ours"), folder / "back"
-    assert main([str(write(files, folder / "theirs")), ours, f"--import_config={folder / 'their.json'}"]) == 0
-    assert main([ours, str(back), f"--export_config={folder / 'their.json'}", *more]) == 0
-    assert_equal(files, read(back))
-    return back
+    assert convert(write(files, folder / "theirs"), folder / "ours", config) == 0
+    assert export(folder / "ours", folder / "back", config, *more) == 0
+    assert_equal(files, read(folder / "back"))
+    return folder / "back"
+
+
+def export(ours: Path, target: Path, config: dict[str, Any], *more: str) -> int:
+    """Run the command with this configuration file of their trainer, next to the target; return its exit code."""
+    file = target.parent / "their.json"
+    file.write_text(json.dumps(config))
+    return main([str(ours), str(target), f"--export_config={file}", *more])
 
 
 def stages_of(shards: list[dict[str, Tensor]], stage_of: Sequence[int], path: Callable[[int, int], str]) -> Files:
@@ -200,12 +204,10 @@ def test_torch_xla_s_format_comes_back(tmp_path: Path) -> None:
     files = stages_of(nxdt_shards(llama().state_dict(), 2, 1), (0, 1), nxd_path)
     config = put(put(replicated(2, 1), "model_source", "hf"), "exp_manager.load_xser", True)
     put(config, "distributed_strategy.pipeline_model_parallel_size", 2)
-    (tmp_path / "their.json").write_text(json.dumps(config))
     for path, tensors in files.items():
         write_with_references(tensors, tmp_path / "theirs" / path, xser.TensorReference)
-    words = [str(tmp_path / "theirs"), str(tmp_path / "ours"), f"--import_config={tmp_path / 'their.json'}"]
-    assert main(words) == 0
-    assert main([words[1], str(tmp_path / "back"), f"--export_config={tmp_path / 'their.json'}"]) == 0
+    assert convert(tmp_path / "theirs", tmp_path / "ours", config) == 0
+    assert export(tmp_path / "ours", tmp_path / "back", config) == 0
     there = {str(path.relative_to(tmp_path / "back")) for path in (tmp_path / "back" / "model").iterdir()}
     assert there == {f"{path}{end}" for path in files for end in ("", ".tensors", ".info.pt")}
     assert_equal(files, {path: xser.load(str(tmp_path / "back" / path)) for path in files})
@@ -241,9 +243,7 @@ def test_nxd_core_s_ungrouped_queries_come_back(
     assert_round_trip(stages_of(shards, (0, 0), nxd_path), config, tmp_path / "nxd")
     for stages in (1, 2) if is_tied else ():
         config = of_model("nemo", num_query_groups=4, pipeline_model_parallel_size=stages, **tied)
-        (tmp_path / "nemo.json").write_text(json.dumps(config))
-        words = [str(tmp_path / "nxd" / "ours"), str(tmp_path / "nemo"), f"--export_config={tmp_path / 'nemo.json'}"]
-        assert main(words) == (0 if stages == 1 else 2)
+        assert export(tmp_path / "nxd" / "ours", tmp_path / "nemo", config) == (0 if stages == 1 else 2)
     assert not any("output" in name for each in read(tmp_path / "nemo").values() for name in each)
     assert ("pipeline_model_parallel_size=2 with tied embeddings" in capsys.readouterr().err) == is_tied
 
@@ -295,12 +295,10 @@ def test_ours_come_back_from_a_padded_vocabulary(
     of zeros and rounded: the halves."""
     config = of_model(kind, make_vocab_size_divisible_by=4, mcore_gpt=True)
     put(config, {"nemo": "model.", "nxdt": "distributed_strategy."}[kind] + "tensor_model_parallel_size", 2)
-    file = tmp_path / "their.json"
-    file.write_text(json.dumps(config))
-    assert main([str(ours), str(tmp_path / "theirs"), f"--export_config={file}"]) == 0
+    assert export(ours, tmp_path / "theirs", config) == 0
     monkeypatch.setattr(write_ranks, "available_memory", lambda: 0)
     mean = f"--average_with={ours.parent / 'zeros'}"
-    assert main([str(ours), str(tmp_path / "one by one"), f"--export_config={file}", "--dtype=bf16", mean]) == 0
+    assert export(ours, tmp_path / "one by one", config, "--dtype=bf16", mean) == 0
     files = read(tmp_path / "theirs")
     halves = {
         path: {n: x if "inv_freq" in n else (x / 2).bfloat16() for n, x in each.items()} for path, each in files.items()
@@ -310,13 +308,12 @@ def test_ours_come_back_from_a_padded_vocabulary(
     assert [len(x) for x in shards] == [32] * 4
     last = [x for x in shards if torch.equal(x[-1], x[-4])]
     assert len(last) == 2 and all(torch.equal(x[-3:], x[-4:-3].expand(3, -1)) for x in last)
-    words = [str(tmp_path / "theirs"), str(tmp_path / "back"), f"--import_config={file}"]
-    assert main([*words, "--vocab_size=61"]) == 0
+    assert convert(tmp_path / "theirs", tmp_path / "back", config, "--vocab_size=61") == 0
     tensors, back = our_tensors(ours), our_tensors(tmp_path / "back")
     assert tensors.keys() == back.keys() and all(torch.equal(back[name], x) for name, x in tensors.items())
-    assert main([words[0], str(tmp_path / "padded"), words[2]]) == 0  # all rows are tokens, without it
+    assert convert(tmp_path / "theirs", tmp_path / "padded", config) == 0  # all rows are tokens, without it
     assert {len(our_tensors(tmp_path / "padded")[name]) for name in (EMBEDDING, HEAD)} == {64}
-    assert main([str(tmp_path / "padded"), str(tmp_path / "again"), f"--export_config={file}"]) == 0
+    assert export(tmp_path / "padded", tmp_path / "again", config) == 0
     assert_equal(files, read(tmp_path / "again"))
 
 
@@ -373,9 +370,7 @@ def test_what_their_files_cannot_hold_is_refused(
     if kind == "nxdt":
         pytest.importorskip("pretraining.extensions.pipeline")
     core = {"model.mcore_gpt": True} if kind == "nemo" else {}
-    (tmp_path / "their.json").write_text(json.dumps(tree(kind, {**core, **changes})))
-    words = [str(ours), str(tmp_path / "theirs"), f"--export_config={tmp_path / 'their.json'}"]
-    assert main([*words, *flags.split()]) == 2
+    assert export(ours, tmp_path / "theirs", tree(kind, {**core, **changes}), *flags.split()) == 2
     assert message.format(tmp_path / "their.json") in capsys.readouterr().err
     assert not list(tmp_path.glob("theirs*"))
 
@@ -400,9 +395,8 @@ def test_what_nxd_core_s_llama_does_not_have_is_refused(
     strategy = {"tensor_model_parallel_size": 4, "kv_replicator": 2}
     config = {"model_source": "hf", "trainer": {"devices": 4, "num_nodes": 1, "max_steps": 1}}
     config |= {"distributed_strategy": strategy, "model": {"model_config": "hf/config.json", "qkv_linear": True}}
-    (tmp_path / "nxd.json").write_text(json.dumps(config))
-    words = [str(tmp_path / "ours"), str(tmp_path / "theirs"), f"--export_config={tmp_path / 'nxd.json'}"]
-    assert main([*words, *(["--hw_backend=trn1"] if changes else [])]) == 2
+    more = ["--hw_backend=trn1"] if changes else []
+    assert export(tmp_path / "ours", tmp_path / "theirs", config, *more) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.glob("theirs*"))
 
@@ -410,11 +404,10 @@ def test_what_nxd_core_s_llama_does_not_have_is_refused(
 def test_a_disk_that_takes_no_more_is_a_sentence(
     ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "nemo.json").write_text(json.dumps(of_model("nemo", mcore_gpt=True)))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        code = main([str(ours), str(tmp_path / "theirs"), f"--export_config={tmp_path / 'nemo.json'}"])
+        code = export(ours, tmp_path / "theirs", of_model("nemo", mcore_gpt=True))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert code == 2 and "model_weights.ckpt: cannot be written: [Errno 27] File too large" in capsys.readouterr().err

@@ -44,16 +44,12 @@ NAMES = [f"{kind}-{next(iter(row['item']))}" for kind, row in BEHAVIOURS]
 ENOUGH = {"vocab_size": "100", "use_dummy_dataset": "True", "import_only": "True"}
 
 
-def imported_file(kind: str, folder: Path, changes: dict[str, Any], **flags: object) -> ImportResult:
-    return import_foreign({"import_config": write(folder, tree(kind, changes)), **ENOUGH, **flags}, (), CONFIGURATION)
+def read_tree(node: dict[str, Any], folder: Path, **flags: object) -> ImportResult:
+    return import_foreign({"import_config": write(folder, node), **ENOUGH, **flags}, (), CONFIGURATION)
 
 
-def problems_of(node: dict[str, Any], folder: Path, **flags: object) -> list[Problem]:
-    return import_foreign({"import_config": write(folder, node), **ENOUGH, **flags}, (), CONFIGURATION).problems
-
-
-def config(kind: str, folder: Path, changes: dict[str, Any], **flags: object) -> TrainConfig:
-    imported = imported_file(kind, folder, changes, **flags)
+def config(node: dict[str, Any], folder: Path, **flags: object) -> TrainConfig:
+    imported = read_tree(node, folder, **flags)
     assert not [*imported.problems, *imported.config_problems]
     return imported.config
 
@@ -216,13 +212,14 @@ OPEN_ERA = {"activation": "gelu", "intermediate_size": 64}  # checkpoint_factor 
 
 def test_an_era_that_the_keys_leave_open_is_asked_for_where_it_matters(tmp_path: Path) -> None:
     node = drop(tree("neox", OPEN_ERA), "use_bias_in_mlp")
-    (problem,) = problems_of(node, tmp_path)
+    (problem,) = read_tree(node, tmp_path).problems
     assert problem.subject == "--neox_era=auto"
     assert {"neox2022_cosine", "neox_cosine", "2022", "2023", "head"} <= set(re.split(r"[^\w]", problem.remedy))
     assert "weight_decay" not in problem.remedy  # the file gives it
-    assert not problems_of(node, tmp_path, neox_era="2022") + problems_of(node, tmp_path, lr_schedule="cosine")
-    assert not problems_of(put(node, "lr_decay_style", "constant"), tmp_path)
-    (problem,) = problems_of(drop(node, "weight_decay"), tmp_path)
+    for chosen in ({"neox_era": "2022"}, {"lr_schedule": "cosine"}):
+        assert not read_tree(node, tmp_path, **chosen).problems
+    assert not read_tree(put(node, "lr_decay_style", "constant"), tmp_path).problems
+    (problem,) = read_tree(drop(node, "weight_decay"), tmp_path).problems
     assert "weight_decay=0.01" in problem.remedy and "0.1 since" in problem.remedy
 
 
@@ -233,16 +230,15 @@ def test_an_era_is_not_asked_for_because_of_a_default_that_the_optimizer_does_no
     """SM3 has no weight decay, and DeepSpeed reads OneBitAdam's from optimizer.params alone."""
     node = drop(drop(tree("neox", {**OPEN_ERA, "lr_decay_style": "constant"}), "use_bias_in_mlp"), "weight_decay")
     node["optimizer"] |= {"type": type} | ({"params": {"lr": 1e-3}} if type == "SM3" else {})
-    assert [problem.subject for problem in problems_of(node, tmp_path)] == ["--neox_era=auto"] * asked
+    assert [problem.subject for problem in read_tree(node, tmp_path).problems] == ["--neox_era=auto"] * asked
 
 
 @pytest.mark.parametrize("kind", ["nxdt", "neox"])
 def test_the_devices_of_the_source_are_read_like_every_other_flag(kind: str, tmp_path: Path) -> None:
-    assert config(kind, tmp_path, {}, source_world_size="0.8e1").global_batch_size == 32
-    report = imported_file(kind, tmp_path, {}, tensor_parallel_size="two")
-    assert [problem.subject for problem in [*report.problems, *report.config_problems]] == [
-        "--tensor_parallel_size=two"
-    ]
+    assert config(tree(kind), tmp_path, source_world_size="0.8e1").global_batch_size == 32
+    report = read_tree(tree(kind), tmp_path, tensor_parallel_size="two")
+    (problem,) = [*report.problems, *report.config_problems]
+    assert problem.subject == "--tensor_parallel_size=two"
 
 
 @pytest.mark.parametrize(
@@ -277,23 +273,20 @@ def test_stablelm_s_keys_are_read(tmp_path: Path) -> None:
     node |= dict.fromkeys(("use_bias_in_norms", "use_bias_in_qk_norm", "use_bias_in_attn_linear"), False)
     node |= {"use_bias_in_mlp": False, "max_position_embeddings": 4096, "train_micro_batch_size_per_gpu": 1}
     node |= {"full_precision_lm_cross_entropy": True, "eval_batch_size": 1, "wandb_name": "", "cooldown": 0.0}
-    imported = import_foreign(
-        {"import_config": write(tmp_path, node), **ENOUGH, "vocab_size": "100352"}, (), CONFIGURATION
-    )
-    assert not [*imported.problems, *imported.config_problems]
-    shape = model_shape(imported.config)
-    assert (shape.intermediate_size, shape.num_kv_heads, imported.config.activation) == (13_824, 8, "swiglu")
-    assert imported.config.shared_norm and imported.config.qk_norm and not imported.config.norm_bias
+    imported = config(node, tmp_path, vocab_size="100352")
+    shape = model_shape(imported)
+    assert (shape.intermediate_size, shape.num_kv_heads, imported.activation) == (13_824, 8, "swiglu")
+    assert imported.shared_norm and imported.qk_norm and not imported.norm_bias
 
 
 def test_stable_lm_2_s_schedule_is_that_of_its_report(tmp_path: Path) -> None:
     """Of its 1.6 B file: 9720 steps of warm-up, a cosine to a quarter of 540,000, then an inverse square root."""
     schedule = {"lr_decay_style": "hybrid_cosine_inv_sqrt_2", "train_iters": 540_000, "lr_decay_iters": 540_000}
     schedule |= {"warmup": 0.018, "cooldown": 0.0, "min_lr": 1e-4, "optimizer.params.lr": 1e-3}
-    imported = config("neox", tmp_path, schedule)
+    imported = config(tree("neox", schedule), tmp_path)
     rates = {step: learning_rate(imported, step) for step in (0, 4860, 9720, 135_000, 400_000)}
     assert rates == pytest.approx({0: 0, 4860: 5e-4, 9720: 9.9713e-4, 135_000: 5.5e-4, 400_000: 2.23688e-4}, rel=1e-4)
-    cooled = config("neox", tmp_path, {**schedule, "cooldown": 0.1})
+    cooled = config(tree("neox", {**schedule, "cooldown": 0.1}), tmp_path)
     assert learning_rate(cooled, 513_000) == pytest.approx(learning_rate(imported, 486_000) / 2)
 
 
@@ -301,10 +294,8 @@ def test_gpt_neox_at_its_defaults_is_pythia_160m(tmp_path: Path) -> None:
     """162,322,944 parameters with 50304 rows, as published: biases, LayerNorm, GELU and an untied head."""
     node: dict[str, Any] = {"num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "seq_length": 2048}
     node |= {"max_position_embeddings": 2048, "pos_emb": "rotary", "no_weight_tying": True, "rope_fusion": False}
-    path = write(tmp_path, {**node, "train_iters": 100, "train_micro_batch_size_per_gpu": 4})
-    imported = import_foreign({"import_config": path, **ENOUGH, "vocab_size": "50304"}, (), CONFIGURATION)
-    assert not [*imported.problems, *imported.config_problems]
-    assert model_shape(imported.config).parameters == 162_322_944
+    node |= {"train_iters": 100, "train_micro_batch_size_per_gpu": 4}
+    assert model_shape(config(node, tmp_path, vocab_size="50304")).parameters == 162_322_944
 
 
 # ---- fp8
@@ -328,13 +319,13 @@ FP8: dict[str, Any] = {
 
 def test_fp8_of_nemo_is_ours_but_for_the_factors_and_the_report_says_so(tmp_path: Path) -> None:
     pytest.importorskip("pretraining.extensions.fp8")
-    imported = imported_file("nemo", tmp_path, FP8)
+    imported = read_tree(tree("nemo", FP8), tmp_path)
     assert not [*imported.problems, *imported.config_problems]
     assert (imported.config.precision_mode, imported.config.mixed_precision) == ("fp8", True)
     (note,) = (row.note for row in imported.keys if row.source_key == "model.fp8")
     assert "instead of earlier ones" in note
     assert [problem.subject for problem in limits(imported.config, "xla")] == ["--precision=fp8"]
-    assert config("nemo", tmp_path, FP8, precision="mixed_bf16").precision_mode == "mixed_bf16"
+    assert config(tree("nemo", FP8), tmp_path, precision="mixed_bf16").precision_mode == "mixed_bf16"
 
 
 @pytest.mark.parametrize(
@@ -349,10 +340,10 @@ def test_fp8_of_nemo_is_ours_but_for_the_factors_and_the_report_says_so(tmp_path
     ],
 )
 def test_another_fp8_is_refused(key: str, value: Any, remains: str, tmp_path: Path) -> None:
-    changes = {**FP8, key: value}
-    (problem,) = imported_file("nemo", tmp_path, changes).problems
+    node = tree("nemo", {**FP8, key: value})
+    (problem,) = read_tree(node, tmp_path).problems
     assert "fp8" in problem.subject
-    assert config("nemo", tmp_path, changes, import_strict="False").precision_mode == remains
-    assert not imported_file("nemo", tmp_path, {**changes, "model.fp8": False}).problems
+    assert config(node, tmp_path, import_strict="False").precision_mode == remains
     if problem.subject.startswith("model.fp8="):
-        assert config("nemo", tmp_path, changes, precision="fp8").precision_mode == "fp8"
+        assert config(node, tmp_path, precision="fp8").precision_mode == "fp8"
+    assert not read_tree(put(node, "model.fp8", False), tmp_path).problems
