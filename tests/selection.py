@@ -32,6 +32,7 @@ def needs(*extensions: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(absent), reason=f"needs pretraining/extensions/{' and '.join(absent)}")
 
 
+needs_xla = pytest.mark.skipif(find_spec("torch_xla") is None, reason="needs torch_xla")
 complete = pytest.mark.skipif(len(EXTENSIONS) < len(NAMES), reason="the folder of an extension is not there")
 
 

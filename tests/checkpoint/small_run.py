@@ -17,17 +17,9 @@ from pretraining.config.training import TrainConfig
 from pretraining.models.init import build_model
 from pretraining.models.ops import next_token_loss
 from pretraining.parallel.engine import TrainingState
+from tests.end_to_end.small import MODEL
 
-DIMENSIONS = {
-    "model_variant": "custom",
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "num_layers": 2,
-    "num_attention_heads": 4,
-    "num_kv_heads": 2,
-    "intermediate_size": 32,
-    "seq_length": 16,
-}
+DIMENSIONS = {**MODEL, "hidden_size": 16, "intermediate_size": 32, "seq_length": 16}
 
 
 def small_config(folder: Path, **fields: Any) -> Any:

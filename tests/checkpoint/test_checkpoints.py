@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,8 +26,9 @@ from pretraining.config.validate import problems
 from pretraining.extensions.checkpoints import read_tensors
 from pretraining.run.start import parameter_shapes
 from pretraining.storage import FolderLock
-from tests.checkpoint.small_run import PlainTrainee, facts_of, open_run, small_config, train, train_step
+from tests.checkpoint.small_run import facts_of, open_run, small_config, train, train_step
 from tests.faults.damage import flip_bit_at
+from tests.processes import ROOT
 
 
 def run(folder: Path, **fields: Any) -> list[float]:
@@ -71,11 +74,10 @@ def test_a_continued_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, ba
 
 def test_training_in_the_background_of_a_save_does_not_change_what_is_saved(tmp_path: Path) -> None:
     config = small_config(tmp_path, async_checkpointing=True)
-    model, optimizer = open_run(config)
-    checkpoints = Checkpoints(config, tmp_path)
-    before = {name: tensor.clone() for name, tensor in PlainTrainee(model, optimizer).state().items()}
-    checkpoints.save(2, PlainTrainee(model, optimizer).state(), facts_of(config, 2))
-    train_step(model, optimizer, config, 3)
+    checkpoints, trainee = Checkpoints(config, tmp_path), open_run(config)
+    before = {name: tensor.clone() for name, tensor in trainee.state().items()}
+    checkpoints.save(2, trainee.state(), facts_of(config, 2))
+    train_step(*trainee, config, 3)
     checkpoints.close()
     saved = read_tensors(tmp_path / "checkpoints" / "step_2")
     assert all(torch.equal(saved[name], tensor) for name, tensor in before.items())
@@ -100,11 +102,10 @@ def test_a_damaged_checkpoint_does_not_count_when_old_ones_are_removed(tmp_path:
     whole = run(tmp_path, num_steps=4)
     flip_bit_at(tmp_path / "checkpoints" / "step_4" / "weights-00000.safetensors")
     config = small_config(tmp_path, num_steps=4, checkpoint_interval=1, keep_last_n_checkpoints=1)
-    model, optimizer = open_run(config)
-    checkpoints = Checkpoints(config, tmp_path)
-    assert checkpoints.restore(PlainTrainee(model, optimizer))  # type: ignore[arg-type]
-    assert train_step(model, optimizer, config, 3) == whole[2]
-    checkpoints.save(3, PlainTrainee(model, optimizer).state(), facts_of(config, 3))
+    checkpoints, trainee = Checkpoints(config, tmp_path), open_run(config)
+    assert checkpoints.restore(trainee)  # type: ignore[arg-type]
+    assert train_step(*trainee, config, 3) == whole[2]
+    checkpoints.save(3, trainee.state(), facts_of(config, 3))
     checkpoints.close()
     assert steps(tmp_path) == [3]  # and not the damaged 4
     assert run(tmp_path, num_steps=4) == whole[3:]
@@ -229,9 +230,8 @@ def test_a_second_run_on_the_same_folder_is_refused_while_the_first_lives(
 ) -> None:
     holder = "import sys; from pathlib import Path; from pretraining.storage import FolderLock;"
     holder += "lock = FolderLock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
-    first = subprocess.Popen(
-        [sys.executable, "-c", holder, str(tmp_path / folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    command = [sys.executable, "-c", holder, str(tmp_path / folder)]
+    first = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert first.stdin and first.stdout and first.stdout.readline() == b"held\n"
     with pytest.raises(UserError, match=f"process {first.pid} on .*, which is still running.* --{setting}"):
         run(tmp_path, **settings)
@@ -248,26 +248,26 @@ def test_a_forked_child_does_not_keep_the_folder_locked(tmp_path: Path) -> None:
         "if child == 0: os.close(1); signal.pause()\n"
         "print(child, flush=True); os._exit(0)"
     )
-    parent = subprocess.run([sys.executable, "-c", holder, str(tmp_path)], stdout=subprocess.PIPE, check=True)
-    orphan = int(parent.stdout)
+    command = [sys.executable, "-c", holder, str(tmp_path)]
+    parent = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
     try:
         FolderLock(tmp_path).release()
     finally:
-        subprocess.run(["kill", "-9", str(orphan)], check=True)
+        os.kill(int(parent.stdout), signal.SIGKILL)
 
 
 # ---- Failures
+
+
+def fill_disk(*_: object) -> None:
+    raise OSError(28, "No space left on device")
 
 
 def test_a_failing_disk_is_reported_and_stops_the_run_after_so_many_in_a_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(tmp_path, num_steps=2)
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
+    monkeypatch.setattr("os.fsync", fill_disk)
     with pytest.raises(SaveFailedError, match=r"2 saves in a row failed, .*No space left"):
         run(tmp_path, ckpt_max_failures=2)
     assert capsys.readouterr().out.count("earlier checkpoints are untouched") == 2
@@ -285,13 +285,9 @@ def test_after_a_failed_save_the_newest_checkpoint_is_the_one_before_it(
 ) -> None:
     config = small_config(tmp_path, async_checkpointing=background)
     checkpoints, trainee = Checkpoints(config, tmp_path), open_run(config)
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     for step, disk_is_full, newest in ((2, False, 2), (4, True, 2), (6, True, 2), (6, False, 6)):
         if disk_is_full:
-            monkeypatch.setattr("os.fsync", full)
+            monkeypatch.setattr("os.fsync", fill_disk)
         checkpoints.save(step, trainee.state(), facts_of(config, step))
         checkpoints.wait()
         monkeypatch.undo()

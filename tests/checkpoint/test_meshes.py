@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from collections import Counter
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +11,9 @@ import torch
 
 from pretraining.extensions.checkpoints import read_tensors
 from tests.checkpoint.dtensor_driver import reference
+from tests.parallel.launch import run
 from tests.processes import ROOT, run_together
+from tests.selection import needs_xla
 from tests.warm import python
 
 DRIVER = ROOT / "tests" / "checkpoint" / "dtensor_driver.py"
@@ -28,13 +26,11 @@ TENSORS = 3 * (3 + 3 * 9) + 1  # parameters and two moments of embedding, norm, 
 
 def drive(folder: Path, devices: int) -> dict[str, Any]:
     """What the driver found on this many virtual devices."""
-    environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
-    driver = Path(__file__).with_name("mesh_driver.py")
-    done = subprocess.run([*python(), driver, folder], env=environment, stdout=subprocess.PIPE, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    driver = str(Path(__file__).with_name("mesh_driver.py"))
+    return run([*python(), driver, str(folder)], PJRT_DEVICE="CPU", CPU_NUM_DEVICES=str(devices))[0]
 
 
-@pytest.mark.skipif(find_spec("torch_xla") is None, reason="the xla engine needs torch-xla")
+@needs_xla
 def test_a_state_saved_on_any_mesh_loads_on_another_bitwise_and_an_adapter_in_every_layer(tmp_path: Path) -> None:
     reports = [drive(tmp_path / "states", devices) for devices in (8, 1)]
     assert reports[0]["adapters"] == {"ddp": [], "fsdp": []}  # all layers, though they share the tensors of a stack

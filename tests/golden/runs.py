@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from tests.end_to_end import small
 from tests.processes import call, words
 from tests.warm import python
 
@@ -26,24 +27,12 @@ CHECKPOINT = Path(__file__).with_name("checkpoint")
 RUN = Path("runs/golden")  # relative, so that the checkpoint names no path of the machine that wrote it
 STEPS = 10
 FLAGS: dict[str, Any] = {
-    "model_variant": "custom",
+    **small.FLAGS,
     "num_layers": 4,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_kv_heads": 2,
     "vocab_size": 128,
-    "seq_length": 32,
     "use_dummy_dataset": True,
-    "global_batch_size": 16,
-    "batch_size": 2,
     "num_steps": STEPS,
-    "learning_rate": 1e-2,
-    "mixed_precision": False,
-    "sharding_strategy": "fsdp",
-    "fsdp_activation_checkpointing": True,
-    "selective_checkpointing": "1/2",
-    "report_interval": 1,
+    "checkpoint_interval": None,
     "run_name": "golden",
 }
 # The checkpoint's model is small enough to be kept in the repository.
@@ -71,12 +60,8 @@ def train(folder: Path, xla_flags: str | None = "", **fields: Any) -> list[dict[
     folder.mkdir(exist_ok=True)
     command = [*python(), str(ROOT / "main_training.py"), *words({**FLAGS, **fields})]
     (folder / "output.txt").write_text(call(command, folder=folder, env=environment(xla_flags)).stdout)
-    records = [json.loads(line) for line in (folder / RUN / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {name: record[name] for name in ("loss", "grad_norm", "learning_rate")}
-        for record in records
-        if "loss" in record
-    ]
+    lines = small.reports(folder / RUN).values()
+    return [{name: line[name] for name in ("loss", "grad_norm", "learning_rate")} for line in lines]
 
 
 def continue_checkpoint(folder: Path, **fields: Any) -> list[dict[str, float]]:
@@ -89,9 +74,8 @@ def machine() -> dict[str, Any]:
     """Return what the last bit of a sum depends on."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     known = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    processor = " ".join(
-        known.get(name, "") for name in ("vendor_id", "cpu family", "model")
-    )  # MKL asks for the vendor
+    names = ("vendor_id", "cpu family", "model")  # MKL asks for the vendor
+    processor = " ".join(known.get(name, "") for name in names)
     instructions = torch.backends.cpu.get_cpu_capability()
     version = torch.__version__.partition("+")[0]
     return {"torch": version, "processor": processor, "instructions": instructions, "cores": os.cpu_count()}
