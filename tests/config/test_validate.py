@@ -198,10 +198,8 @@ def test_the_batch_sizes_a_message_offers_are_valid(batch: int, total: int, pass
 )
 def test_what_follows_from_a_mistake_is_not_a_second_problem(mistake: dict[str, Any], consequence: Any) -> None:
     given = {"use_dummy_dataset": True, **mistake, **consequence}
-    (name,) = mistake
-    assert [problem.subject for problem in read_values(given, CHECKS, CONFIGURATION)[1]] == [
-        f"--{name}={mistake[name]}"
-    ]
+    (problem,) = read_values(given, CHECKS, CONFIGURATION)[1]
+    assert [problem.subject] == [f"--{name}={value}" for name, value in mistake.items()]
 
 
 def test_a_mistake_hides_no_problem_that_does_not_depend_on_it() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,8 +11,8 @@ import pytest
 
 from pretraining.run.interrupt import ECHO
 from tests.parallel.launch import ROOT, environment
+from tests.processes import call
 from tests.terminal import Terminal
-from tests.waiting import PATIENCE
 from tests.warm import python
 
 # C code that releases the interpreter lock, as XLA's compiler does, and that no signal ends: a lock is taken twice.
@@ -36,9 +35,7 @@ lock(mutex), lock(mutex)
 @pytest.mark.slow
 @pytest.mark.parametrize(("state", "plan"), [("compiling", "leaving after this compilation"), ("training", "saving")])
 def test_a_signal_is_answered_and_a_second_one_obeyed_while_c_code_runs(state: str, plan: str) -> None:
-    command = [*python(), "-c", INSIDE_C, state]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=PATIENCE)
-    assert done.returncode == 143
+    done = call([*python(), "-c", INSIDE_C, state], code=143, env=environment())
     assert done.stderr.startswith(f"SIGTERM: {plan}") and done.stderr.count("\n") == 1
 
 
@@ -64,8 +61,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.slow
 def test_a_signal_after_an_interrupted_run_is_the_program_s_own() -> None:
-    done = subprocess.run([*python(), "-c", AFTER_RUNS], env=environment(), capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "interrupted\n")
+    assert call([*python(), "-c", AFTER_RUNS], env=environment()).stdout == "interrupted\n"
 
 
 FLAGS = {

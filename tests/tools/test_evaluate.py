@@ -7,7 +7,6 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -33,8 +32,8 @@ from pretraining.tools.convert.convert import to_huggingface
 from pretraining.tools.evaluate import Results, main
 from pretraining.tools.generate import load_model
 from tests.checkpoint.saving import save
-from tests.end_to_end.small import ROOT
 from tests.parallel.launch import run as run_command
+from tests.processes import call
 
 WORDS = ("quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "größe", "winter", "nights")
 TASKS = {
@@ -84,6 +83,15 @@ floats = {task: {name.partition(",")[0]: float(value) for name, value in found.i
           for task, found in theirs.items()}
 print(json.dumps({"ours": json.load(open(f"{folder}/r.json")), "theirs": floats}))
 """
+
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+
+
+def write_task(path: Path, text: str, questions: Path) -> None:
+    """Write a task of the harness on a file of questions, named like its file."""
+    source = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {questions}}}}}\n"
+    path.write_text(f"task: {path.stem}\ntest_split: test\n{source}{text}\n")
 
 
 def question(number: int) -> dict[str, Any]:
@@ -152,10 +160,9 @@ def test_the_harness_has_the_numbers_of_the_exported_model(folder: Path) -> None
     pytest.importorskip("transformers")
     to_huggingface(open_checkpoint(folder / "step_1"), folder / "hf")
     for name, text in TASKS.items():
-        source = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder}/own.jsonl}}}}\n"
-        (folder / f"{name}.yaml").write_text(f"task: {name}\ntest_split: test\n{source}{text}")
-    offline = {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    found, _ = run_command([sys.executable, "-c", COMPARISON, str(folder), *TASKS], **offline)
+        write_task(folder / f"{name}.yaml", text, folder / "own.jsonl")
+    command = [sys.executable, "-c", COMPARISON, str(folder), *TASKS]
+    found, _ = run_command(command, HF_HOME=str(folder / "cache"), **OFFLINE)
     assert found["ours"].keys() == found["theirs"].keys() == TASKS.keys()
     for task, metrics in found["theirs"].items():
         assert metrics and found["ours"][task] == pytest.approx(metrics, rel=1e-6), task
@@ -180,13 +187,11 @@ def test_a_task_of_the_harness_that_leaves_no_room_for_its_text_is_refused(
     folder: Path, tmp_path: Path, task: str, words: str
 ) -> None:
     pytest.importorskip("lm_eval")
-    source = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder}/own.jsonl}}}}\n"
-    (tmp_path / "own_long.yaml").write_text(f"task: own_long\ntest_split: test\n{source}{task}\n")
+    write_task(tmp_path / "own_long.yaml", task, folder / "own.jsonl")
     arguments = [str(folder), "--tasks=own_long", f"--include_path={tmp_path}", "--device=cpu"]
-    offline = {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     program = [sys.executable, "-m", "pretraining.tools.evaluate", *arguments]
-    done = subprocess.run(program, env=os.environ | offline, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and re.search(words, done.stderr) and "Traceback" not in done.stderr
+    done = call(program, code=2, env={**os.environ, **OFFLINE, "HF_HOME": str(tmp_path / "cache")})
+    assert re.search(words, done.stderr) and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
