@@ -23,7 +23,6 @@ from pretraining.data.files import OpenFiles
 from pretraining.data.stream import cut_rows
 from pretraining.storage import LocalFile
 from tests.data.corpora import SEPARATOR, corpus, epoch_tokens, numbered, rows, settings
-from tests.data.test_mixture import three, whose
 
 LENGTHS = st.one_of(st.integers(0, 3), st.integers(0, 40), st.integers(100, 700))
 SHARDS = st.lists(st.lists(LENGTHS, min_size=1, max_size=150), min_size=1, max_size=3).filter(
@@ -253,15 +252,6 @@ def test_memory_and_state_are_small(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert peak < 4e6  # the ancestor: 2.1 GB
     assert len(str(stream.state(1200))) < 1000  # the ancestor: 124 MB
-
-
-def test_the_mix_is_kept_when_the_world_changes(tmp_path: Path) -> None:
-    three(tmp_path / "data")
-    config = settings(tmp_path / "data", datasets="a,b,c", weights="3,4,1", global_batch_size=8)
-    state = open_stream(config, 1, 2).state(13)
-    parts = [open_stream(config, rank, 4, state=state) for rank in range(4)]
-    names = [whose(row) for step in range(50) for part in parts for row in part.batch(step)["tokens"]]
-    assert [names.count(name) for name in "abc"] == [150, 200, 50]
 
 
 def test_another_sequence_length_never_mixes_shapes(tmp_path: Path) -> None:

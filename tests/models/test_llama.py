@@ -14,7 +14,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS
 from pretraining.models.chunked import AttentionMask
 from pretraining.models.init import build_model, initial_weight
-from pretraining.models.llama import BatchInputs, Llama
+from pretraining.models.llama import Llama
 from pretraining.models.ops import (
     IGNORED,
     Kernel,
@@ -48,17 +48,6 @@ def test_a_variant_has_the_parameters_of_its_model_and_the_published_number(name
         model = Llama(TrainConfig(model_variant=name))
     count = sum(weight.numel() for weight in model.parameters())
     assert VARIANTS[name].parameters == count == PUBLISHED.get(name, count)
-
-
-def test_packed_documents_have_the_logits_of_separate_ones() -> None:
-    model = build_model(TrainConfig(**TINY))
-    first, second = torch.randint(0, 97, (1, 40)), torch.randint(0, 97, (1, 24))
-    packed = torch.cat((first, second), 1)
-    segments = torch.tensor([[1] * 40 + [2] * 24])
-    positions = torch.cat((torch.arange(40), torch.arange(24)))[None]
-    logits = model(packed, BatchInputs(positions, segments))
-    torch.testing.assert_close(logits[:, :40], model(first), atol=1e-5, rtol=0)
-    torch.testing.assert_close(logits[:, 40:], model(second), atol=1e-5, rtol=0)
 
 
 @settings(max_examples=20)
