@@ -10,6 +10,7 @@ import pytest
 
 from tests.end_to_end.small import MODEL, environment, reports
 from tests.processes import call
+from tests.selection import needs_xla
 from tests.warm import python
 
 SPIKE, STEPS = 100, 120
@@ -53,10 +54,8 @@ def losses_and_outliers(folder: Path) -> dict[int, tuple[float, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["torch", pytest.param("xla", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("engine", ["torch", pytest.param("xla", marks=[pytest.mark.exhaustive, needs_xla])])
 def test_a_spike_leaves_no_trace(engine: str, tmp_path: Path) -> None:
-    if engine == "xla":
-        pytest.importorskip("torch_xla")
     stops = (SPIKE - 10, STEPS) if engine == "torch" else (STEPS,)  # the second run continues the first
     runs: list[tuple[dict[str, Any], bool]] = [({"num_steps": steps, "log_dir": "hit"}, True) for steps in stops]
     runs = [({"num_steps": STEPS, "log_dir": "sound"}, False), *runs]

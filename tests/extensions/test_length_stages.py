@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from tests.end_to_end.small import FLAGS, continue_from, environment, figures, reports, train
 from tests.parallel.launch import ALONE, launched
 from tests.processes import call, words
+from tests.selection import needs_xla
 
 FIELDS: dict[str, Any] = {
     "seq_length_stages": "8:3,16:5",
@@ -56,7 +56,7 @@ def test_rows_grow_and_a_stopped_run_continues_bit_for_bit(
     assert len({line["tokens_seen"] / line["step"] for line in reports(whole).values()}) == 1
 
 
-@pytest.mark.skipif(not find_spec("torch_xla"), reason="needs torch_xla")
+@needs_xla
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_context_ranks_and_the_other_engine_have_the_same_losses(whole: Path, tmp_path: Path) -> None:

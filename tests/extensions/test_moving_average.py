@@ -15,18 +15,17 @@ from pretraining.checkpoint.store import is_weight
 from pretraining.extensions.checkpoints import read_tensors
 from pretraining.models.init import build_model
 from tests.end_to_end.small import FLAGS, finish, train
+from tests.selection import needs_xla
 
 main = pytest.importorskip("pretraining.tools.convert.convert").main
 DECAY, STEPS = 0.75, 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["torch", pytest.param("xla", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("engine", ["torch", pytest.param("xla", marks=[pytest.mark.exhaustive, needs_xla])])
 def test_the_moving_average_follows_every_update_and_is_exported(
     tmp_path: Path, engine: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if engine == "xla":
-        pytest.importorskip("torch_xla")
     fields: dict[str, Any] = {"engine": engine, "num_steps": STEPS, "checkpoint_interval": 1, "use_dummy_dataset": True}
     fields |= {"ema_decay": DECAY, "lr_decay_steps": STEPS}
     for steps in (2, STEPS) if engine == "torch" else (STEPS,):  # the second run continues the first

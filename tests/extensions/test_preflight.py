@@ -79,11 +79,6 @@ def test_an_edited_default_is_listed_with_its_line_and_the_published_one(
     assert not capfd.readouterr().out
 
 
-def test_check_reports_a_missing_folder_of_data_once(tmp_path: Path) -> None:
-    done = check("--check", "--data_path=nowhere", folder=tmp_path)
-    assert done.returncode == 2 and done.stderr.startswith("1 problem with"), done.stderr
-
-
 def test_own_data_need_no_stored_ones(tmp_path: Path) -> None:
     flags = {"model_variant": "tiny", "data_path": str(tmp_path / "nowhere"), "check": True}
     with pytest.raises(ConfigError, match=r"^1 problem(.|\n)*no such folder"):

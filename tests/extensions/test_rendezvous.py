@@ -14,6 +14,7 @@ from pretraining.extensions.rendezvous.meeting import Member, Verdict, compared_
 from tests.data.corpora import write_flat
 from tests.parallel.launch import ROOT, environment
 from tests.ports import free_port
+from tests.selection import needs_xla
 from tests.waiting import PATIENCE
 from tests.warm import python
 
@@ -82,10 +83,8 @@ def different_data(folder: Path) -> Case:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["torch", pytest.param("xla", marks=needs_xla)])
 def test_processes_with_different_settings_or_data_name_them_on_both_and_end(engine: str, tmp_path: Path) -> None:
-    if engine == "xla":
-        pytest.importorskip("torch_xla")
     cases: dict[str, Case] = {f"--{name}": ([], [f"--{name}={value}"]) for name, value in SETTINGS.items()}
     cases["train data corpus"] = different_data(tmp_path)
     for (name, (_, flags)), endings in zip(cases.items(), train(engine, list(cases.values()), tmp_path), strict=True):
