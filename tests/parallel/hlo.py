@@ -15,23 +15,17 @@ from tests.parallel.toy import TOY
 ROWS, LENGTH, HIDDEN, LAYERS = TOY["global_batch_size"], TOY["seq_length"], TOY["hidden_size"], TOY["num_layers"]
 
 
-def programs(folder: Path, cases: dict[str, dict[str, Any]], stage: str = "after_optimizations") -> dict[str, str]:
-    """The HLO of each case's training step: optimised, or as it was traced ("before_optimizations"). One process."""
+def compile_cases(folder: Path, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Train a step of each case in one process; what it prints, and the step's optimised HLO as "program"."""
     common = {"sharding_strategy": "ddp", "batch_size": ROWS, "num_kv_heads": 8, "num_steps": 1}
     flags = f"{os.environ['XLA_FLAGS']} --xla_dump_to={folder} --xla_dump_hlo_as_text"
-    run_on_xla(8, {case: {**common, **fields} for case, fields in cases.items()}, XLA_FLAGS=flags)
-    return {case: read_program(folder / case, stage) for case in cases}
+    outcomes, _ = run_on_xla(8, {case: {**common, **fields} for case, fields in cases.items()}, XLA_FLAGS=flags)
+    return {case: {**outcome, "program": read_program(folder / case)} for case, outcome in outcomes.items()}
 
 
 def read_program(folder: Path, stage: str = "after_optimizations") -> str:
-    """The largest program of a case, which is its training step."""
-    return max((path.read_text() for path in folder.glob(f"*{stage}.txt")), key=len)
-
-
-def program(folder: Path, **fields: Any) -> str:
-    """The optimised HLO of one case."""
-    folder.mkdir(parents=True, exist_ok=True)
-    return programs(folder, {"case": fields})["case"]
+    """The largest program of a case, its training step: optimised, or as it was traced ("before_optimizations")."""
+    return max((path.read_text() for path in folder.glob(f"*{stage}.txt")), key=len, default="")
 
 
 def results(text: str, operation: str) -> list[tuple[int, ...]]:

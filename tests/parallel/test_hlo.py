@@ -15,7 +15,17 @@ from typing import Any
 import pytest
 
 from pretraining.tools.plan.program import product_flops, program_collectives
-from tests.parallel.hlo import HIDDEN, LAYERS, LENGTH, ROWS, loops, programs, read_program, results, saved_for_backward
+from tests.parallel.hlo import (
+    HIDDEN,
+    LAYERS,
+    LENGTH,
+    ROWS,
+    compile_cases,
+    loops,
+    read_program,
+    results,
+    saved_for_backward,
+)
 from tests.parallel.launch import HAS_SPLASH
 from tests.parallel.toy import TOY
 from tests.selection import Outcomes, chosen
@@ -63,7 +73,8 @@ if HAS_SPLASH:
 
 @functools.cache
 def compiled(folder: Path) -> dict[str, str]:
-    return Outcomes(programs(folder, chosen(CASES, ("tensor", "fp32 blocks", "muon", "fp32", "bf16"))))
+    cases = compile_cases(folder, chosen(CASES, ("tensor", "fp32 blocks", "muon", "fp32", "bf16")))
+    return Outcomes({name: case["program"] for name, case in cases.items()})
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,9 @@
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 python xla_driver.py '{"case": {"field": value}, ...}'
 
 Prints JSON: by case, the loss and gradient norm of each step, the compilations after each step, and the bytes that one
-device holds. Unless "evaluates" is false, which saves the compilation of a second program, also an evaluation's loss,
-the compilations after it and a look at the state, and how often two steps whose figures nobody reads fetch something
-from a device, and the operations that they trace.
+device holds, as the engine measures them and as its layout counts them. Unless "evaluates" is false, which saves the
+compilation of a second program, also an evaluation's loss, the compilations after it and a look at the state, and how
+often two steps whose figures nobody reads fetch something from a device, and the operations that they trace.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch_xla.debug.metrics as met
 
 from main_training import CONFIGURATION
 from pretraining.data import open_stream
+from pretraining.extensions.state_bytes import state_bytes
 from pretraining.models.init import build_model
 from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.select import engine_class
@@ -72,6 +73,7 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
         "refused": refused,
         "compilations": list(accumulate(compiled[1:], initial=0)),
         "bytes": trainee.bytes_per_device(),
+        "counted": state_bytes(config, engine.layout),
     }
     if not evaluates:
         return outcome

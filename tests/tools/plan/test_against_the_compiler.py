@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +10,9 @@ import pytest
 from main_training import CONFIGURATION
 from pretraining.tools.plan.memory import kept_activations
 from pretraining.tools.plan.plan import Plan, plan_of
-from tests.parallel.hlo import LENGTH, saved_for_backward, sent
-from tests.parallel.launch import run
+from tests.parallel.hlo import LENGTH, compile_cases, saved_for_backward, sent
 from tests.parallel.toy import TOY
 from tests.selection import chosen
-from tests.warm import python
 
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.slow
@@ -60,37 +55,29 @@ def planned(case: str) -> Plan:
     return plan_of(CONFIGURATION(**{**TOY, "num_kv_heads": 4, **HELD[case], **asked}))
 
 
-COMPARED = ("ddp", "fsdp", "fsdp, recomputed", "fsdp, mlp recomputed", "tensor")  # whose activations are
 Live = dict[str, dict[str, Any]]
+COMPARED = ("ddp", "fsdp", "fsdp, recomputed", "fsdp, mlp recomputed", "tensor")  # whose activations are
 
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Live:
-    """What the driver prints of every case."""
-    folder = tmp_path_factory.mktemp("programs")
-    cases = {name: {"num_kv_heads": 4, **fields} for name, fields in HELD.items()}
-    flags = f"{os.environ['XLA_FLAGS']} --xla_dump_to={folder} --xla_dump_hlo_as_text"
-    command = [*python(), str(Path(__file__).with_name("xla_driver.py")), str(folder)]
-    command += [json.dumps(cases), json.dumps(list(PROGRAMS))]
-    return run(command, PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8", XLA_FLAGS=flags)[0]
-
-
-def program(live: Live, case: str) -> str:
-    """Return the text of the compiled step."""
-    return Path(live[case]["program"]).read_text()
+    """What the driver prints of every case. Without a step, a case is placed and not compiled."""
+    common = {"num_kv_heads": 4, "evaluates": False}
+    cases = {name: {**common, "num_steps": int(name in PROGRAMS), **fields} for name, fields in HELD.items()}
+    return compile_cases(tmp_path_factory.mktemp("programs"), cases)
 
 
 @pytest.mark.parametrize("case", HELD)
 def test_printed_planned_and_measured_bytes_are_equal(case: str, live: Live) -> None:
     memory, counted = planned(case).memory, live[case]["counted"]
-    assert {"parameters": memory.parameters, "moments": memory.moments} == live[case]["measured"]
+    assert {"parameters": memory.parameters, "moments": memory.moments} == live[case]["bytes"]
     assert {name: getattr(memory, name) for name in counted} == counted
 
 
 @pytest.mark.parametrize("case", PROGRAMS)
 def test_collectives_are_the_compiled_step_s_within_a_tenth(case: str, live: Live) -> None:
     plan = planned(case)
-    measured = sent(program(live, case), tokens=plan.config.batch_size * LENGTH)
+    measured = sent(live[case]["program"], tokens=plan.config.batch_size * LENGTH)
     assert sum(one.bytes for one in plan.collectives) == pytest.approx(sum(measured.values()), rel=0.1)
     assert all(one.least <= one.bytes for one in plan.collectives)
 
@@ -98,6 +85,6 @@ def test_collectives_are_the_compiled_step_s_within_a_tenth(case: str, live: Liv
 @pytest.mark.parametrize("case", [case for case in PROGRAMS if case in COMPARED])
 def test_activations_are_what_the_compiled_step_keeps_within_a_fifth(case: str, live: Live) -> None:
     plan = planned(case)
-    measured = 4 * sum(map(math.prod, saved_for_backward(program(live, case)))) * TOY["num_layers"]
+    measured = 4 * sum(map(math.prod, saved_for_backward(live[case]["program"]))) * TOY["num_layers"]
     expected = kept_activations(plan.config, plan.mesh)
     assert expected == pytest.approx(measured, rel=0.2)
