@@ -44,6 +44,14 @@ def call(
     return done
 
 
+def start(
+    command: Sequence[str | Path], *, folder: Path = ROOT, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """Start a command, and have what it prints to stdout and stderr as one text."""
+    output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=folder, env=env, **output)
+
+
 def group(processes: int) -> list[dict[str, str]]:
     """Return torchrun's variables for each of these processes; none for one."""
     if processes == 1:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import main_training
 from pretraining.monitor.metrics import read_metrics
-from tests.processes import words
+from tests.processes import start, words
 from tests.waiting import PATIENCE
 from tests.warm import python
 
@@ -55,21 +54,9 @@ def environment(devices: int = 8) -> dict[str, str]:
     return {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
 
 
-def start(folder: Path, devices: int = 8, **fields: Any) -> subprocess.Popen[str]:
-    """Start a run."""
-    return subprocess.Popen(
-        command(folder, **fields),
-        cwd=ROOT,
-        env=environment(devices),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
 def finish(folder: Path, devices: int = 8, code: int = 0, **fields: Any) -> str:
     """Run to the end, and return what it printed."""
-    process = start(folder, devices, **fields)
+    process = start(command(folder, **fields), env=environment(devices))
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == code, output
     return output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,9 @@ from typing import Any
 import pytest
 
 from pretraining.config.training import TrainConfig
+from pretraining.monitor.metrics import read_metrics
 from pretraining.optim.schedule import learning_rate
+from tests.end_to_end.small import reports
 from tests.parallel.launch import environment
 from tests.parallel.toy import TOY
 from tests.processes import call, words
@@ -24,11 +25,7 @@ def train(folder: Path, **fields: Any) -> list[dict[str, Any]]:
     """Train in one CPU process, and return the lines of metrics.jsonl."""
     flags = {**TOY, "engine": "torch", "device": "cpu", "log_dir": folder, **fields}
     call([*python(), "main_training.py", *words(flags)], env=environment())
-    return lines_of(folder)
-
-
-def lines_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return read_metrics(folder / "metrics.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +41,10 @@ def test_reports_come_at_the_interval_with_the_rate_of_the_schedule_across_a_sto
     (tmp_path / "checkpoints").mkdir()
     (plain / "checkpoints" / "step_4").rename(tmp_path / "checkpoints" / "step_4")
     shutil.copy(plain / "metrics.jsonl", tmp_path)
-    for records in (lines_of(plain), train(tmp_path, **CURVE, report_interval=2, checkpoint_interval=4)):
+    for records in (
+        read_metrics(plain / "metrics.jsonl"),
+        train(tmp_path, **CURVE, report_interval=2, checkpoint_interval=4),
+    ):
         lines = [record for record in records if "loss" in record]
         assert [line["step"] for line in lines] == [1, 2, 4, 6, 8, 9]
         tokens = config.global_batch_size * config.seq_length  # type: ignore[operator]
@@ -65,5 +65,5 @@ def test_a_test_that_a_kill_prevented_is_written_once_by_the_next_starts(plain: 
 def test_validation_changes_no_loss(plain: Path, tmp_path: Path) -> None:
     lines = train(tmp_path, **CURVE, report_interval=1, checkpoint_interval=2, val_interval=2, val_steps=3)
     losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
-    without = {line["step"]: line["loss"] for line in lines_of(plain) if "loss" in line}
+    without = {step: line["loss"] for step, line in reports(plain).items()}
     assert {step: losses[step] for step in without} == without

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import io
-import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -19,8 +17,9 @@ from pretraining.config.errors import UserError
 from pretraining.extensions.clock.settings import check_launch_time
 from pretraining.extensions.clock.watchdog import StepWatchdog
 from tests.end_to_end.small import reports
-from tests.parallel.launch import ROOT, environment
+from tests.parallel.launch import environment
 from tests.parallel.test_torch_runs import ON_TORCH, train_command
+from tests.processes import start
 
 
 @pytest.mark.parametrize("text", ["garbage", "nan", "1e999"])
@@ -50,12 +49,8 @@ def test_the_clock_saves_and_ends_a_run_that_continues_bitwise(tmp_path: Path) -
     codes.mkdir()
     more = {**ON_TORCH, "num_steps": 100_000, "checkpoint_interval": 100_000, "checkpoint_seconds": 1}
 
-    def started(**fields: Any) -> subprocess.Popen[str]:
-        command, variables = train_command(tmp_path, 2, **more, **fields), environment(EXIT_CODES=str(codes))
-        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return subprocess.Popen(command, cwd=ROOT, env=variables, text=True, **output)  # type: ignore[call-overload]
-
-    run = started()
+    variables = environment(EXIT_CODES=str(codes))
+    run = start(train_command(tmp_path, 2, **more), env=variables)
     while not (saved := checkpoint_steps(tmp_path)) or not metrics.exists() or max(reports(tmp_path)) < saved[-1] + 3:
         assert run.poll() is None, run.communicate()[0]
         time.sleep(0.05)
@@ -64,7 +59,8 @@ def test_the_clock_saves_and_ends_a_run_that_continues_bitwise(tmp_path: Path) -
     run.communicate(timeout=60)
     newest, before = checkpoint_steps(tmp_path)[-1], reports(tmp_path)
 
-    run = started(max_run_seconds=1)  # a step is made even if its start takes longer
+    more["max_run_seconds"] = 1  # a step is made even if its start takes longer
+    run = start(train_command(tmp_path, 2, **more), env=variables)
     said, _ = run.communicate(timeout=600)
     assert sorted(file.read_text() for file in codes.iterdir()) == ["4", "4"], said
     assert "the time of --max_run_seconds=1 is up" in said

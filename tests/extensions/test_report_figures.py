@@ -12,7 +12,8 @@ import pytest
 from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.store import is_weight
 from pretraining.extensions.checkpoints import read_tensors
-from tests.end_to_end.test_reports import CURVE, lines_of, train
+from tests.end_to_end.small import reports
+from tests.end_to_end.test_reports import CURVE, train
 from tests.parallel.launch import environment
 from tests.parallel.toy import TOY
 from tests.processes import call, words
@@ -33,13 +34,13 @@ def test_reports_have_the_figures_that_are_asked_for_and_no_others(tmp_path: Pat
     began = time.perf_counter()
     lines = train(tmp_path / "more", **CURVE, **often, log_step_timing=True, log_param_norm=True)
     seconds = time.perf_counter() - began
-    reports = {line["step"]: line for line in lines if "loss" in line}
-    times = [line[part] for line in reports.values() for part in (*PARTS, "data_wait_seconds")]
+    by_step = {line["step"]: line for line in lines if "loss" in line}
+    times = [line[part] for line in by_step.values() for part in (*PARTS, "data_wait_seconds")]
     assert min(times) >= 0 and sum(times) < seconds
     # what follows steps 2, 4, 6 and 8 counts for the next report
-    assert [step for step, line in reports.items() if line["validation_seconds"]] == [3, 5, 7, 9]
+    assert [step for step, line in by_step.items() if line["validation_seconds"]] == [3, 5, 7, 9]
     for step in (2, 8):
-        assert reports[step]["param_norm"] == pytest.approx(norm_of(tmp_path / "more", step), rel=1e-6)
+        assert by_step[step]["param_norm"] == pytest.approx(norm_of(tmp_path / "more", step), rel=1e-6)
     plain = train(tmp_path / "plain", **CURVE)
     assert not any(name in line for line in plain for name in (*PARTS, "param_norm"))
 
@@ -53,5 +54,5 @@ def test_the_norm_of_bf16_parameters_is_not_rounded(engine: str, tmp_path: Path)
     flags |= {"log_param_norm": True, "log_dir": str(tmp_path)}
     variables = environment(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="2")
     call([*python(), "main_training.py", *words({**TOY, **flags})], env=variables)
-    norms = [line["param_norm"] for line in lines_of(tmp_path) if "param_norm" in line]
-    assert norms[-1] == pytest.approx(norm_of(tmp_path, 2), rel=1e-5)  # after the update of a step
+    norm = norm_of(tmp_path, 2)  # after the update of a step
+    assert reports(tmp_path)[2]["param_norm"] == pytest.approx(norm, rel=1e-5)

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from pretraining.extensions.checkpoints import read_tensors
 from tests.end_to_end.small import reports
 from tests.parallel.launch import ALONE, ROOT, environment, launched
 from tests.parallel.toy import HALFWAY, TOY
-from tests.processes import call, words
+from tests.processes import call, start, words
 from tests.waiting import PATIENCE, wait_until
 from tests.warm import python
 
@@ -113,14 +112,8 @@ def test_survivors_of_a_killed_process_report_it_and_fewer_processes_continue(tm
 def test_a_signal_to_one_process_makes_all_save_and_exit(tmp_path: Path) -> None:
     codes = tmp_path / "codes"
     codes.mkdir()
-    run = subprocess.Popen(
-        train_command(tmp_path, 2, **ON_TORCH, num_steps=100_000, checkpoint_interval=100_000),
-        cwd=ROOT,
-        env=environment(EXIT_CODES=str(codes)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command = train_command(tmp_path, 2, **ON_TORCH, num_steps=100_000, checkpoint_interval=100_000)
+    run = start(command, env=environment(EXIT_CODES=str(codes)))
     wait_until(lambda: (tmp_path / "metrics.jsonl").exists() and len(reports(tmp_path)) > 3, run)
     os.kill(psutil.Process(run.pid).children()[1].pid, signal.SIGTERM)
     said, _ = run.communicate(timeout=PATIENCE)
