@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,8 +45,7 @@ def batch_of(config: TrainConfig, documents: bool) -> dict[str, np.ndarray]:
 def trained(documents: bool = False, **fields: Any) -> dict[str, Any]:
     """Eight steps: losses, gradient norms, compilations after the first step and after the last."""
     config = CONFIGURATION(**{**TOY, **SIZES, "sharding_strategy": "fsdp", **fields})
-    engine = TorchEngine(config)
-    try:
+    with closing(TorchEngine(config)) as engine:
         trainee = engine.place(build_model(config))
         batch, read, graphs = batch_of(config, documents), [], []
         for _ in range(8):
@@ -55,24 +55,19 @@ def trained(documents: bool = False, **fields: Any) -> dict[str, Any]:
         return {name: [step[name] for step in read] for name in ("loss", "grad_norm")} | {
             "graphs": graphs, "evaluation": evaluation, "memory": engine.memory_bytes()
         }  # fmt: skip
-    finally:
-        engine.close()
 
 
 def test_memory_of_traced_steps_is_written(tmp_path: Path) -> None:
     watch = pytest.importorskip("pretraining.extensions.profiler.watch")
     settings = {"use_profiler": True, "memory_profiling": True, "profile_start_step": 1, "profile_num_steps": 1}
     config = CONFIGURATION(**{**TOY, **SIZES, **settings, "log_dir": str(tmp_path)})
-    engine = TorchEngine(config)
-    try:
+    with closing(TorchEngine(config)) as engine:
         trainee = engine.place(build_model(config))
         run: Any = SimpleNamespace(config=config, engine=engine, start_step=0, print=print)
         profiler = watch.Profiler(run, config)
         profiler.before_step(1)
         trainee.train_step(batch_of(config, documents=False), 3e-3).read()
         profiler.after_step(1)
-    finally:
-        engine.close()
     snapshot = pickle.loads((tmp_path / "profile" / "memory_0.pickle").read_bytes())
     assert any(event["action"] == "alloc" for trace in snapshot["device_traces"] for event in trace)
 
@@ -150,8 +145,7 @@ def test_a_saved_run_continues_with_the_losses_of_the_uninterrupted_one(tmp_path
     saving = {"num_steps": 8, "checkpoint_interval": 4, "log_dir": str(tmp_path)}
     config = CONFIGURATION(**{**TOY, **SIZES, "sharding_strategy": "fsdp", "device": "cuda", **saving, **fields})
     batch, losses = batch_of(config, documents=False), []
-    engine = TorchEngine(config)
-    try:
+    with closing(TorchEngine(config)) as engine:
         trainee = engine.place(build_model(config))
         checkpoints = Checkpoints(config, tmp_path)
         for step in range(1, 9):
@@ -165,8 +159,6 @@ def test_a_saved_run_continues_with_the_losses_of_the_uninterrupted_one(tmp_path
         assert facts_again is not None and facts_again.step == 4
         continued = [again.train_step(batch, 3e-3).read()["loss"] for _ in range(4)]
         assert continued == pytest.approx(losses[4:], rel=1e-5)
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("documents", [False, True])
