@@ -107,9 +107,8 @@ def test_the_parts_of_a_split_share_no_document_and_lose_none(tmp_path: Path) ->
 
 def test_validation_reads_its_own_folder_with_its_own_weights(tmp_path: Path) -> None:
     three(tmp_path / "data")
-    config = settings(
-        tmp_path / "data", valid_data_path=str(tmp_path / "data"), valid_datasets="b,c", valid_weights="3,1"
-    )
+    fields = {"valid_data_path": str(tmp_path / "data"), "valid_datasets": "b,c", "valid_weights": "3,1"}
+    config = settings(tmp_path / "data", **fields)
     names = [whose(row) for row in rows(open_stream(config, split="valid"), 400)]
     assert (names.count("b"), names.count("c")) == (300, 100)
     with pytest.raises(UserError, match="no test data: give --test_data_path"):

@@ -50,13 +50,10 @@ def test_packed_documents_have_the_losses_they_have_alone(tmp_path: Path, tiny: 
 def test_without_boundaries_the_losses_differ(tmp_path: Path, tiny: TrainConfig) -> None:
     """The comparison above can fail: documents that see their neighbours have other losses."""
     corpus(tmp_path / "data", [[7, 8, 9, 10] * 3] * 40)
-    batch = open_stream(
-        settings(tmp_path / "data", seq_length=64, vocab_size=500, reset_attention_mask=True, sep_token=1)
-    ).batch(0)
+    fields = {"seq_length": 64, "vocab_size": 500, "reset_attention_mask": True, "sep_token": 1}
+    batch = open_stream(settings(tmp_path / "data", **fields)).batch(0)
     tokens, labels, segments = (torch.from_numpy(np.ascontiguousarray(rows)) for rows in batch.values())
     model = build_model(tiny)
-    apart, together = (
-        losses(model, tokens=tokens, labels=labels, segments=segments),
-        losses(model, tokens=tokens, labels=labels),
-    )
+    apart = losses(model, tokens=tokens, labels=labels, segments=segments)
+    together = losses(model, tokens=tokens, labels=labels)
     assert not torch.allclose(apart, together, atol=1e-3)

@@ -89,9 +89,8 @@ def test_losses_are_those_of_fp32_within_a_thousandth(processes: int, case: str)
 @both
 def test_overflows_skip_steps_until_the_scale_fits_and_are_not_counted_as_refused(processes: int) -> None:
     found = outcome(processes)["overflowing"]
-    fell = sum(
-        scale < before for before, scale in zip([2.0**26, *found["loss_scale"]], found["loss_scale"], strict=False)
-    )
+    scales = found["loss_scale"]
+    fell = sum(scale < before for before, scale in zip([2.0**26, *scales], scales, strict=False))
     assert fell >= 3
     assert found["updates"] == 16 - fell
     assert found["refused"][-1] == [0.0, 0.0]

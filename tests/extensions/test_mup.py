@@ -61,9 +61,8 @@ def outputs(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
     def keep(path: str) -> Callable[..., None]:
         return lambda _, __, output: got.update({path: output.clone()})
 
-    hooks = [
-        module.register_forward_hook(keep(path)) for path, module in model.named_modules() if path.endswith(OUTPUTS)
-    ]
+    modules = [(path, module) for path, module in model.named_modules() if path.endswith(OUTPUTS)]
+    hooks = [module.register_forward_hook(keep(path)) for path, module in modules]
     with torch.no_grad():
         model(tokens)
     for hook in hooks:
@@ -129,9 +128,7 @@ def test_weight_decay_of_a_step_does_not_depend_on_the_width() -> None:
     for parameter in build_optimizer(config, model.named_parameters()).parameters:
         parameter.initialize_moments(lambda _, shape, __: torch.zeros(shape))
         step, rate = torch.tensor(1.0), torch.tensor(0.1)
-        weight, _ = parameter.compute_update(
-            torch.zeros(parameter.weight.shape), step, rate, lambda function, x: function(x)
-        )
+        weight, _ = parameter.compute_update(torch.zeros(parameter.weight.shape), step, rate, lambda f, x: f(x))
         expected = parameter.weight * (1 - (0.1 * 0.5 if "norm" not in parameter.name else 0.0))
         torch.testing.assert_close(weight, expected)
 

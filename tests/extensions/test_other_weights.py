@@ -82,9 +82,8 @@ def test_the_run_s_own_checkpoint_wins_over_ckpt_load_path(tmp_path: Path) -> No
     run(tmp_path / "c", num_steps=4)
     assert run(tmp_path / "c", ckpt_load_path=str(tmp_path / "a")) == whole[4:]
     assert run(tmp_path / "d", ckpt_load_path=str(tmp_path / "a"), load_step=True) == whole[2:]
-    assert run(tmp_path / "c", num_steps=9, ckpt_load_path=str(tmp_path / "a"), load_step=True) == run(
-        tmp_path / "b", num_steps=9
-    )  # its own checkpoint wins here, too
+    ninth = run(tmp_path / "b", num_steps=9)  # its own checkpoint wins here, too
+    assert run(tmp_path / "c", num_steps=9, ckpt_load_path=str(tmp_path / "a"), load_step=True) == ninth
 
 
 @needs("lora")

@@ -66,20 +66,16 @@ def train(engine: str, cases: list[Case], folder: Path, after: dict[int, str] | 
             variables["TPU_WORKER_HOSTNAMES"] = "127.0.0.1,127.0.0.1"
         command = [*python(), DRIVER, str(folder), json.dumps(jobs)]
         started.append(subprocess.Popen(command, cwd=ROOT, env=environment(**variables), stdout=subprocess.PIPE))
-    results = [
-        [Ending(*ending) for ending in json.loads(process.communicate(timeout=PATIENCE)[0])] for process in started
-    ]
-    return [list(endings) for endings in zip(*results, strict=True)]
+    results = [json.loads(process.communicate(timeout=PATIENCE)[0]) for process in started]
+    return [[Ending(*ending) for ending in endings] for endings in zip(*results, strict=True)]
 
 
 def different_data(folder: Path) -> Case:
     """Flags that train on two folders of one name, whose shards have one name and other tokens."""
     for number in range(2):
         write_flat(folder / str(number) / "corpus" / "s", [[2 + number] * 200] * 40)
-    flags = [
-        ["--use_dummy_dataset=False", "--sep_token=-1", f"--data_path={folder}/{number}/corpus"] for number in range(2)
-    ]
-    return flags[0], flags[1]
+    common = ["--use_dummy_dataset=False", "--sep_token=-1"]
+    return [*common, f"--data_path={folder}/0/corpus"], [*common, f"--data_path={folder}/1/corpus"]
 
 
 @pytest.mark.slow

@@ -30,9 +30,8 @@ def test_both_settings_add_up_with_the_last_step() -> None:
 def test_the_disk_of_default_checkpoints_is_a_fact() -> None:
     tiny: dict[str, Any] = {"model_variant": "tiny", "num_steps": 1_000_000}
     line = CONFIGURATION(**tiny).facts["checkpoints"]  # 4,008,384 parameters with two moments, 12 bytes each
-    assert line.startswith(
-        "every 10,000 steps up to 1,000,000 (default: num_steps, checkpoint_interval), 100 x 45.87 MiB"
-    )
+    start = "every 10,000 steps up to 1,000,000 (default: num_steps, checkpoint_interval), 100 x 45.87 MiB"
+    assert line.startswith(start)
     assert "= 4.48 GiB of disk" in line
     kept = CONFIGURATION(**tiny | {"num_steps": 50_001}, keep_last_n_checkpoints=2).facts["checkpoints"]
     assert "(default: checkpoint_interval), 2 x" in kept

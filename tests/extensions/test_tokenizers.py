@@ -81,9 +81,8 @@ def test_byte_level_tokens_count_each_byte_of_any_text() -> None:
 
 def test_a_tokenizer_that_did_not_make_the_tokens_is_refused(tmp_path: Path) -> None:
     corpus(tmp_path / "data", numbered([40] * 20, 300))
-    stream = open_stream(
-        settings(tmp_path / "data", tokenizer_path=tokenizer_path("ours"), split="1,1", val_interval=1), split="valid"
-    )
+    config = settings(tmp_path / "data", tokenizer_path=tokenizer_path("ours"), split="1,1", val_interval=1)
+    stream = open_stream(config, split="valid")
     with pytest.raises(UserError, match=r"--tokenizer_path=.* has 320 ids, but the data have \d+"):
         stream.text_bytes(stream.batch(0))
 
@@ -104,9 +103,8 @@ def test_groups_of_one_dataset_have_the_sequences_of_the_batches_on_any_ranks(tm
 
     for name, first, documents in (("a", 2, 50), ("b", 10_000, 30), ("c", 20_000, 1)):
         corpus(tmp_path / "data", numbered([15] * documents, first), name=name)
-    config = settings(
-        tmp_path / "data", valid_data_path=str(tmp_path / "data"), global_batch_size=4, drop_last_val=False
-    )
+    fields = {"valid_data_path": str(tmp_path / "data"), "global_batch_size": 4, "drop_last_val": False}
+    config = settings(tmp_path / "data", **fields)
     alone = open_stream(config, split="valid")
     steps = alone.steps or 0
     expected = [row.tolist() for step in range(steps) for row in kept(alone.batch(step))]

@@ -53,10 +53,9 @@ def test_tensorboard_shows_every_number_of_the_file_at_its_step(tmp_path: Path) 
     run(TrackersConfig(), tmp_path, 0, range(1, 6))
     shown = curves(tmp_path / "tensorboard")
     assert shown.keys() == {"train/loss", "val/loss"}  # null and text are no curves
+    records = read_metrics(tmp_path / "metrics.jsonl")
     for tag, name in {"train/loss": "loss", "val/loss": "val_loss"}.items():
-        written = [
-            (record["step"], record[name]) for record in read_metrics(tmp_path / "metrics.jsonl") if name in record
-        ]
+        written = [(record["step"], record[name]) for record in records if name in record]
         assert shown[tag] == [(step, pytest.approx(value)) for step, value in written]
 
 

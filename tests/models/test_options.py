@@ -85,9 +85,8 @@ def test_the_parameter_count_follows_every_option(fields: dict[str, Any]) -> Non
 
 def test_a_tied_matrix_has_one_name_and_the_gradient_of_both_uses() -> None:
     tied = build_model(TrainConfig(**TINY, tie_word_embeddings=True))
-    assert [name for name, _ in tied.named_parameters() if "embed" in name or "head" in name] == [
-        "model.embed_tokens.weight"
-    ]
+    (name,) = (name for name, _ in tied.named_parameters() if "embed" in name or "head" in name)
+    assert name == "model.embed_tokens.weight"
     apart = build_model(TrainConfig(**TINY))
     apart.load_state_dict({**tied.state_dict(), "lm_head.weight": tied.model.embed_tokens.weight.detach()})
     tokens, labels = torch.randint(0, 97, (2, 32)), torch.randint(0, 97, (2, 32))

@@ -121,10 +121,9 @@ def test_a_line_that_is_not_parsed_is_a_record(data: st.DataObject) -> None:
 def test_what_is_no_file_is_named_and_never_waited_for(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "metrics.jsonl"
     {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "link to nothing": lambda: path.symlink_to("x")}[kind]()
+    reason = "a folder" if kind == "folder" else "not a regular"
     for read in (read_metrics, refuse_unusable):
-        with pytest.raises(
-            UserError, match=rf"metrics\.jsonl: is {'a folder' if kind == 'folder' else 'not a regular'}"
-        ):
+        with pytest.raises(UserError, match=rf"metrics\.jsonl: is {reason}"):
             read(path)
 
 

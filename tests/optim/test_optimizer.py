@@ -27,10 +27,7 @@ def step(optimizer: Optimizer, gradients: list[torch.Tensor], rate: float) -> li
         parameter.initialize_moments(lambda _, shape, moment: torch.full(shape, moment.initial or 0.0))
     one, rates = torch.tensor(1.0), torch.tensor(rate)
     pairs = zip(optimizer.parameters, gradients, strict=True)
-    return [
-        parameter.compute_update(gradient, one, rates, lambda function, x: function(x))[0]
-        for parameter, gradient in pairs
-    ]
+    return [parameter.compute_update(gradient, one, rates, lambda f, x: f(x))[0] for parameter, gradient in pairs]
 
 
 @pytest.mark.parametrize("everything", [False, True])

@@ -50,9 +50,8 @@ def train(parameters: list[ParameterState], gradients: list[list[Tensor]], rate:
 
 def parameters_of(config: TrainConfig, weights: dict[str, Tensor]) -> list[ParameterState]:
     """What `config` makes of copies of these parameters."""
-    return build_optimizer(
-        config, [(name, weight.clone().requires_grad_()) for name, weight in weights.items()]
-    ).parameters
+    copies = [(name, weight.clone().requires_grad_()) for name, weight in weights.items()]
+    return build_optimizer(config, copies).parameters
 
 
 def ours(weights: list[Tensor], gradients: list[list[Tensor]], **fields: Any) -> list[Tensor]:
@@ -121,8 +120,7 @@ def test_a_stack_of_layers_is_updated_as_each_of_them_alone(name: str) -> None:
     gradients = [torch.randn(3, 4, 6, generator=generator) * scale for _ in range(3)]
 
     names = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(3)]
-    (together,) = train(
-        parameters_of(config, {"model.layers.mlp.up_proj.weight": stack}), [[g] for g in gradients], 0.01
-    )
+    stacked = parameters_of(config, {"model.layers.mlp.up_proj.weight": stack})
+    (together,) = train(stacked, [[g] for g in gradients], 0.01)
     alone = train(parameters_of(config, dict(zip(names, stack, strict=True))), [list(g) for g in gradients], 0.01)
     torch.testing.assert_close(together, torch.stack(alone), rtol=1e-5, atol=1e-6)

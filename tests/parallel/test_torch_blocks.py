@@ -22,9 +22,8 @@ PRODUCT = "aten::mm"
 
 def train(fields: dict[str, Any]) -> tuple[list[float], Counter[str]]:
     """Train two steps of one micro-batch and two blocks; return their losses, and the operations of the second."""
-    config = TrainConfig(
-        **{**TOY, "device": "cpu", "batch_size": 16, "num_layers": 2, "use_torch_compile": True, **fields}
-    )
+    usual = {"device": "cpu", "batch_size": 16, "num_layers": 2, "use_torch_compile": True}
+    config = TrainConfig(**{**TOY, **usual, **fields})
     engine = TorchEngine(config)
     trainee = engine.place(build_model(config))
     batch = open_stream(config).batch(0)

@@ -95,9 +95,8 @@ def test_a_folder_that_this_recipe_cannot_follow_is_refused_and_that_of_a_run_sa
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "config.json").write_text(json.dumps({**LLAMA, "made_by": "x"}))
-    assert f"note: {folder}/config.json: not read, as in transformers: made_by" in typed(
-        capsys, f"--ckpt_load_path={folder}"
-    )
+    note = f"note: {folder}/config.json: not read, as in transformers: made_by"
+    assert note in typed(capsys, f"--ckpt_load_path={folder}")
     (folder / "config.json").write_text(json.dumps({**LLAMA, "model_type": "gemma"}))
     assert "config.json: model_type=gemma" in typed(capsys, f"--ckpt_load_path={folder}", code=2)
     (folder / "config.json").write_text(json.dumps({"hidden_size": 64}))  # a run's

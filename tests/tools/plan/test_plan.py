@@ -225,9 +225,8 @@ def test_a_plan_names_the_cuts_with_the_shortest_step() -> None:
     assert [found for found in search(plan.config) if best_cuts(found)] == []
     uneven = plan_of(replace(asked, engine="xla", pipeline_cuts=vars(best.config)["pipeline_cuts"]))
     even = best_cuts(uneven)
-    assert (
-        even is not None and vars(even.config)["pipeline_cuts"] == ""
-    )  # the stages share the head, and pieces are padded
+    assert even is not None
+    assert vars(even.config)["pipeline_cuts"] == ""  # the stages share the head, and pieces are padded
 
 
 def test_sizes_that_do_not_divide_are_refused_as_they_are_in_training() -> None:

@@ -79,12 +79,8 @@ def test_a_collective_overlaps_if_a_product_runs_between_its_start_and_its_end()
     done = next(number for number, line in enumerate(lines) if "%done =" in line)
     lines[done], lines[done + 1] = lines[done + 1], lines[done]  # the product, and then the end
     assert [one.times for one in program_collectives("\n".join(lines)) if one.overlaps] == [4]
-    fused = [
-        one.dtype
-        for one in program_collectives(WINDOWED.replace("fused.1", "async_collective_fusion.1"))
-        if one.overlaps
-    ]
-    assert fused == ["bf16"]
+    fused = program_collectives(WINDOWED.replace("fused.1", "async_collective_fusion.1"))
+    assert [one.dtype for one in fused if one.overlaps] == ["bf16"]
 
 
 # A fusion that reads a slice of an operand and writes a part of it in place, ten times; one array is in on-chip memory.
@@ -116,9 +112,8 @@ ENTRY %main (x: f32[100,8]) -> f32[100,8] {
 
 def test_slices_updates_in_place_and_on_chip_memory_count_what_moves() -> None:
     stack, row = 100 * 8 * 4, 8 * 4
-    assert hbm_bytes(MEMORY) == 10 * (
-        stack + 2 * row
-    )  # a copy to the chip; a row that is read, and one that is written
+    moved = stack + 2 * row  # a copy to the chip; a row that is read, and one that is written
+    assert hbm_bytes(MEMORY) == 10 * moved
 
 
 def test_a_batched_product_written_as_a_convolution_counts_its_products() -> None:

@@ -320,9 +320,8 @@ def test_labels_of_examples_of_any_length_survive_the_cutting_into_rows(tmp_path
         for label, following in zip(batch["labels"][0], [*batch["tokens"][0, 1:], None], strict=True):
             assert label in (IGNORED, following) or following is None
             if following is not None:  # 1 is the separator, 3 the token before every document
-                assert (label != IGNORED) == (
-                    following == 1 or (following > 3 and following % 3 == 0 and following % 100 > 0)
-                )
+                is_trained = following > 3 and following % 3 == 0 and following % 100 > 0
+                assert (label != IGNORED) == (following == 1 or is_trained)
 
 
 def test_boundaries_of_packed_examples_are_segments_and_resuming_repeats_them(tmp_path: Path) -> None:
@@ -334,9 +333,8 @@ def test_boundaries_of_packed_examples_are_segments_and_resuming_repeats_them(tm
     stream = open_stream(config)
     for step in range(6):
         batch = stream.batch(step)
-        for tokens, segments, positions in zip(
-            *(batch[name] for name in ("tokens", "segments", "positions")), strict=True
-        ):
+        columns = (batch[name] for name in ("tokens", "segments", "positions"))
+        for tokens, segments, positions in zip(*columns, strict=True):
             sizes = np.bincount(segments)[1:]
             assert sizes.tolist() in [[*each, LENGTH - sum(each)] for each in drawn_sizes.tolist()]
             assert positions.tolist() == [place for size in sizes for place in range(size)]

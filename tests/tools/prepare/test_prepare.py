@@ -571,9 +571,8 @@ def test_parts_prepared_by_jobs_of_their_own_are_merged_by_the_last_and_equal_on
         assert texts_of_both[0] == texts_of_both[1], name
     config = configure({"data_path": str(many), "index_dir": str(tmp_path / "index")})
     for dataset in open_datasets(config, "train"):
-        assert (
-            whole_corpus(dataset.shards, dataset.description).verify_all() == 0
-        )  # the loader's own sums of its blocks
+        whole = whole_corpus(dataset.shards, dataset.description)
+        assert whole.verify_all() == 0  # the loader's own sums of its blocks
         assert verify_dataset(dataset, config)[1] == 0
     assert prepare.main([*command, f"--output={many}", "--part=1/2", "--text_key=body"]) == 2
     assert "prepared from something else (settings changed" in capsys.readouterr().err
