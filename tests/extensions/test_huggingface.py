@@ -368,7 +368,7 @@ def test_normalizing_and_unigram_models_are_exported_with_the_ids_of_sentencepie
     is_unigram = settings["model_type"] == "unigram"
     pairs = zip(ours.encode(texts), theirs(texts, add_special_tokens=False)["input_ids"], strict=True)
     different = [(a, b) for a, b in pairs if a != b]
-    assert len(different) <= 3 * is_unigram
+    assert len(different) <= len(texts) // 100 * is_unigram
     assert ("same score" in capsys.readouterr().err) == is_unigram
     model = sentencepiece.SentencePieceProcessor(model_file=path)
     for one, other in different:  # of the same score

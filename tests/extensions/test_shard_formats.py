@@ -243,6 +243,6 @@ def test_hugging_face_s_cache_of_a_map_is_named_at_the_start(tmp_path: Path) -> 
 
 
 def test_padding_among_the_tokens_is_called_so(tmp_path: Path) -> None:
-    corpora.write_arrow(tmp_path / "x.arrow", pa.table({"tokens": pa.array([[5, 6, -100] * 20], pa.list_(pa.int32()))}))
+    corpora.write_table(tmp_path / "x.arrow", pa.table({"tokens": pa.array([[5, 6, -100] * 20], pa.list_(pa.int32()))}))
     with pytest.raises(UserError, match=r"x.arrow: token id -100, but .* or has padding, which is no token$"):
         open_stream(settings(tmp_path)).batch(0)

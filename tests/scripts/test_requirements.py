@@ -6,12 +6,15 @@ import ast
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from importlib.metadata import Distribution, PackageNotFoundError
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-from tests.processes import call
+from tests.processes import call, words
 from tests.selection import complete
 
 ROOT = Path(__file__).parents[2]
@@ -87,6 +90,52 @@ def test_a_missing_package_is_one_error_that_names_the_command_which_installs_it
     done = call([sys.executable, "-c", hide + start], code=2, folder=tmp_path, env=variables)
     assert "Traceback" not in done.stderr
     assert done.stderr.count("pip install") == 1 and remedy in done.stderr
+
+
+def distributions_of(names: Iterable[str]) -> dict[str, Distribution]:
+    """Return these packages and all that they need."""
+    found, waiting = dict[str, Distribution](), [*map(canonicalize_name, names)]
+    while waiting:
+        if (name := waiting.pop()) in found:
+            continue
+        try:
+            found[name] = Distribution.from_name(name)
+        except PackageNotFoundError:  # for another system
+            continue
+        needed = [Requirement(text) for text in found[name].requires or []]
+        waiting += [canonicalize_name(r.name) for r in needed if not r.marker or r.marker.evaluate({"extra": ""})]
+    return found
+
+
+@pytest.mark.slow
+@complete
+def test_the_quickstart_needs_no_other_packages_than_its_requirements(tmp_path: Path) -> None:
+    """Those of tests and tools are installed here, too: a fresh environment has none of them."""
+    packages = distributions_of(pins("requirements.txt"))
+    assert {"torch", "numpy", "sympy"} <= packages.keys() and not {"protobuf", "tokenizers"} & packages.keys()
+    (tmp_path / "packages").mkdir()
+    for package in packages.values():
+        for name in {file.parts[0] for file in package.files or []} - {"..", "__pycache__"}:
+            if not (link := tmp_path / "packages" / name).exists():
+                link.symlink_to(str(package.locate_file(name)))
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'packages'}:{ROOT}", "CPU_NUM_DEVICES": "2"}
+
+    def run(module: str, *arguments: str, **flags: object) -> str:
+        command = [sys.executable, "-S", "-m", module, *arguments, *words(flags)]
+        return call(command, folder=tmp_path, env={**environment, "PJRT_DEVICE": "CPU"}).stdout
+
+    (tmp_path / "text").mkdir()
+    for number in range(40):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"def main({number}):\n    return {number} * 'text'\n" * 30)
+    run("pretraining.tools.prepare", input="text", output="data", vocab_size=300, valid_every=5)
+    run("pretraining.tools.inspect_data", data_path="data")
+    small = {"model_variant": "tiny", "num_layers": 1, "seq_length": 32, "global_batch_size": 2, "batch_size": 1}
+    steps = {"num_steps": 2, "val_interval": 1, "val_steps": 1, "mixed_precision": False, "data_path": "data"}
+    for engine in ("torch", "xla"):
+        run("main_training", **small, **steps, engine=engine, run_name=engine, optimizer="muon")
+    text = run("pretraining.tools.generate", "runs/torch", prompt="def main(", max_new_tokens=4)
+    assert text.startswith("def main(")
+    run("pretraining.tools.convert", "runs/torch", "exported")
 
 
 def test_the_newest_torch_is_tested_with_the_other_packages_at_their_pinned_versions() -> None:

@@ -92,7 +92,8 @@ class SentencePieceTokenizer:
         return [(id, unknown), *rest] if unknown else rest
 
     def _pieces(self, text: str) -> list[tuple[int, str]]:
-        return [(piece.id, piece.surface) for piece in self._model.encode(text, return_type="proto").pieces]
+        found = self._model.encode(text, return_type="offset_mapping")  # "proto" would need protobuf
+        return [(id, text[first:end]) for id, (first, end) in zip(found["ids"], found["offsets"], strict=True)]
 
     def has_token(self, name: str) -> bool:
         """Return whether there is a token of this name."""
