@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 TOOLS = {
     "scontrol": '[ "$1" != show ] || { echo first; sleep 0.2; echo second; }',  # not all at once, as a slow one
     "srun": "exit ${CODE:-0}",
+    "squeue": '[ -n "${ENDS:-}" ] && date --date="@$ENDS" +%FT%T || echo NONE',
     "gcloud": 'case "$*" in *describe*) [ -f ready ] && echo ACTIVE || { touch ready; echo PROVISIONING; } ;; esac',
     "git": "touch archive",
 }
@@ -38,7 +39,13 @@ def call(folder: Path, *command: str, **variables: str) -> tuple[subprocess.Comp
     return done, [shlex.split(line) for line in calls.read_text().splitlines()] if calls.exists() else []
 
 
-JOB = {"SLURM_GPUS_ON_NODE": "8", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "host[1-2]", "SLURM_JOB_ID": "12345"}
+JOB = {
+    "SLURM_GPUS_ON_NODE": "8",
+    "SLURM_NNODES": "2",
+    "SLURM_JOB_NODELIST": "host[1-2]",
+    "SLURM_JOB_ID": "12345",
+    "PJRT_DEVICE": "",
+}
 SLURM = str(ROOT / "scripts" / "train.slurm")
 
 
@@ -49,15 +56,18 @@ SLURM = str(ROOT / "scripts" / "train.slurm")
 def test_a_job_of_slurm_is_requeued_when_its_time_is_up(
     tmp_path: Path, code: int, restarts: str, requeues: bool
 ) -> None:
+    source = "SLURM_JOB_END_TIME" if code else "ENDS"  # the older way, which SLURM 22.05 needs
     ends = str(int(time.time()) + 3600)
-    variables = {**JOB, "CODE": str(code), "SLURM_JOB_END_TIME": ends, "SLURM_RESTART_COUNT": restarts}
+    variables = {**JOB, "CODE": str(code), source: ends, "SLURM_RESTART_COUNT": restarts}
     done, calls = call(tmp_path, SLURM, "--seed=1", "--run_name=a b", **variables)
     assert done.returncode == code, done.stderr
     (srun,) = (words for words in calls if words[0] == "srun")
-    assert srun[-3:-1] == ["--seed=1", "--run_name=a b"] and "bash scripts/train.sh" in srun[4]
+    assert srun[-4:-1] == ["--seed=1", "--run_name=a b", "--device=cuda"] and "bash scripts/train.sh" in srun[4]
     name, _, seconds = srun[-1].partition("=")
     assert name == "--max_run_seconds" and 3600 - 180 - 30 < int(seconds) <= 3600 - 180
     assert (["scontrol", "requeue", "12345"] in calls) == requeues
+    _, calls = call(tmp_path, SLURM, **JOB)
+    assert "--max_run_seconds" not in str(calls[-1])  # there is no limit
 
 
 @pytest.mark.parametrize(
@@ -73,9 +83,10 @@ def test_a_job_of_slurm_without_gpus_trains_on_cpus_on_request_alone(
     tmp_path: Path, variables: dict[str, str], flags: list[str], starts: bool
 ) -> None:
     assert "#SBATCH --gpus-per-node=8\n" in Path(SLURM).read_text()
-    done, calls = call(tmp_path, SLURM, *flags, **{"PJRT_DEVICE": "", **JOB, **variables})
+    done, calls = call(tmp_path, SLURM, *flags, **{**JOB, **variables})
     assert (done.returncode, bool(calls)) == ((0, True) if starts else (2, False)), done.stderr
     assert starts or "this job has no GPUs: submit it with sbatch --gpus-per-node=N" in done.stderr
+    assert ("--device=cuda" in str(calls)) == (not variables)
 
 
 @pytest.mark.parametrize(("variables", "part"), [({}, "3/16"), ({"PARTS": "20"}, "3/20")])

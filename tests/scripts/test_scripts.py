@@ -236,6 +236,10 @@ def test_processes_of_two_hosts_are_counted_on(installed: Path) -> None:
     variables = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "first", "NPROC": "2"}
     ended = bash(installed, "bash scripts/train.sh --use_dummy_dataset --engine=torch", **variables)
     assert sorted(ended.stdout.splitlines()) == ["2 0 4 2 first 29500 ", "3 1 4 2 first 29500 "], ended.stderr
+    variables["NPROC"] = ""
+    for flag in ("", "--device=cpu", "--engine=xla"):  # which says, with two processes, that it has one on CPUs
+        ended = bash(installed, f"bash scripts/train.sh --use_dummy_dataset {flag}", **variables)
+        assert ended.stdout == "1 0 2 1 first 29500 \n", "CPUs of two hosts would train apart"
 
 
 @pytest.mark.parametrize(

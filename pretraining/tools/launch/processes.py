@@ -61,13 +61,12 @@ def number(name: str, default: int, environment: Mapping[str, str] = os.environ)
 
 
 def uses_one_process(words: Sequence[str]) -> bool:
-    """Return whether each host has one process, which finds the others itself: the xla engine."""
-    engine = value_of("--engine", words)
-    if engine == "xla":
-        return True
-    if engine == "torch" and number("NNODES", 1) > 1:
+    """Return whether each host has one process, which finds the others itself: the xla engine, unless on CPUs."""
+    engine, device = value_of("--engine", words), value_of("--device", words)
+    is_torch = engine == "torch" or (not engine and device not in ("", "auto"))
+    if number("NNODES", 1) > 1 and (is_torch or os.environ.get("PJRT_DEVICE") == "CPU"):
         return False
-    return bool(os.environ.get("PJRT_DEVICE")) and process_count(default=1) == 1
+    return engine == "xla" or (bool(os.environ.get("PJRT_DEVICE")) and process_count(default=1) == 1)
 
 
 def value_of(flag: str, words: Sequence[str]) -> str:
