@@ -328,7 +328,7 @@ def _prepare_shards(options: Options, files: list[Input], output: Path) -> None:
     settings = (output, path, options.text_key, options.valid_every, instructions, options.skip_bad)
     _run([Job(number, sources[number], *settings) for number in missing], len(own), processes, not options.stdlib)
     if left := sum(not _record(output, number).is_file() for number in range(len(sources))):
-        print(f"part {options.part} is complete; {counted(left, 'shard')} of other parts are missing: the part that "
+        print(f"part {options.part} is complete; other parts have {counted(left, 'shard')} to write: the part that "
               "ends last merges all, or the same command without --part")  # fmt: skip
         return
     records = [read_dataset_json(_record(output, number)) for number in range(len(sources))]
