@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,9 +39,11 @@ class SentencePieceTokenizer:
 
     vocab_size: ids are below it. separator: the id put after every document, None if the tokenizer has none. special:
     the tokens that chat templates name. named: the special tokens that a text becomes where it has their names.
+    beginning: the special tokens that it puts before a text.
     """
 
     named: frozenset[int] = frozenset()
+    beginning: tuple[int, ...] = ()
 
     def __init__(self, model: bytes) -> None:
         import sentencepiece
@@ -152,6 +155,9 @@ class HuggingFaceTokenizer:
         self.separator: int | None = next((number for number in ends if number is not None), None)
         self.special: dict[str, str] = {}  # tokenizer_config.json next to it has them
         self.named = frozenset(special.values())
+        surrounded = self._model.encode("a")
+        pairs = zip(surrounded.ids, surrounded.special_tokens_mask, strict=True)
+        self.beginning = tuple(number for number, _ in takewhile(lambda pair: pair[1], pairs))
 
     @property
     def document_start(self) -> int | None:
@@ -167,7 +173,10 @@ class HuggingFaceTokenizer:
         return self._model.token_to_id(name) is not None
 
     def trace(self, text: str) -> TracedTokens:
+        # The one of GPT-2 and GPT-NeoX takes spaces out of the characters that a token stands for.
+        processor, self._model.post_processor = self._model.post_processor, None
         encoding = self._model.encode(text, add_special_tokens=False)
+        self._model.post_processor = processor
         return TracedTokens(encoding.ids, encoding.offsets)
 
     def encode(self, texts: list[str]) -> list[list[int]]:

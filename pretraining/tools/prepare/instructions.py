@@ -127,28 +127,32 @@ class Reader:
         UserError with its place if the record is none of these, or the template cannot render it.
         """
         try:
-            chat, ends = self._chat(record)
+            chat, is_plain = self._chat(record)
             ids, spans = self._tokenizer.trace(chat.text)
         except UserError as error:
             raise UserError(f"{place}: {error}") from error
         # a token that stands for no character of its own is one of several for the next character
         trained = [any(first < stop and max(last, first + 1) > begin for begin, stop in chat.trained)
                    for first, last in spans]  # fmt: skip
-        return Example([*ids, *ends], [False, *(trained + [True] * len(ends))[1:]])
+        if is_plain:  # a template writes its own tokens around a text
+            begin, end = [*self._tokenizer.beginning], [self._options.separator]
+            begin = [] if ids[: len(begin)] == begin else begin
+            end = [] if trained[-1:] == [True] and ids[-1:] == end else end
+            ids, trained = begin + ids + end, [False] * len(begin) + trained + [True] * len(end)
+        return Example(ids, [False, *trained[1:]])
 
-    def _chat(self, record: Mapping[str, Any]) -> tuple[RenderedChat, list[int]]:
-        """Return the text of a record and the tokens after it."""
+    def _chat(self, record: Mapping[str, Any]) -> tuple[RenderedChat, bool]:
+        """Return the text of a record, and whether it is without a template."""
         if "messages" in record:
             if self._template is None:
                 raise UserError("messages need a template: give --chat_template=FILE, because the tokenizer has none")
-            return self._template.render(_messages(record["messages"]), _template_names(record)), []
+            return self._template.render(_messages(record["messages"]), _template_names(record)), False
         prompt, gap, completion = _texts(record)
         if self._template and self._options.is_for_prompts:
             texts = {"user": prompt, "assistant": completion}
-            return self._template.render([{"role": role, "content": text} for role, text in texts.items()]), []
+            return self._template.render([{"role": role, "content": text} for role, text in texts.items()]), False
         before = len(prompt + gap)
-        chat = RenderedChat(prompt + gap + completion, [(before, before + len(completion))])
-        return chat, [self._options.separator]
+        return RenderedChat(prompt + gap + completion, [(before, before + len(completion))]), True
 
 
 def check_record(record: Mapping[str, Any]) -> None:

@@ -144,6 +144,47 @@ def test_prompts_are_not_trained_and_completions_end_with_the_separator(tokenize
     assert templated.example(records[0][0], "here") == reader.example({"messages": as_chat}, "here")
 
 
+@pytest.mark.parametrize(
+    ("prompt", "completion"), [("2 + 2 = ", "7"), ("2 + 2 =", " "), ("say:  ", " It is\n "), (" ", "q")]
+)
+def test_spaces_are_those_of_their_text_where_a_tokenizer_trims_them(
+    tmp_path: Path, prompt: str, completion: str
+) -> None:
+    """GPT-2's and GPT-NeoX's trim spaces from the characters that a token stands for."""
+    from tokenizers import processors
+
+    model = write_byte_level(tmp_path / "tokenizer.json", ["It is 4 x"] * 20, 300, SPECIAL)
+    model.post_processor = processors.ByteLevel(trim_offsets=True)
+    model.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = open_tokenizer(str(tmp_path / "tokenizer.json"))
+    record = {"prompt": prompt, "completion": completion}
+    tokens, trained = Reader(InstructionOptions(None, False, LENGTH, True, "refuse", 1), tokenizer).example(record, "x")
+    want = tokenizer.encode([prompt, completion])
+    assert tokens == [*want[0], *want[1], 1]
+    assert trained == [False] * len(want[0]) + [True] * (len(want[1]) + 1)
+
+
+def test_plain_texts_have_the_tokens_that_the_tokenizer_puts_before_a_text_and_one_end(tmp_path: Path) -> None:
+    """As TRL prepares prompts and completions."""
+    from tokenizers import processors
+
+    model = write_byte_level(tmp_path / "tokenizer.json", ["It is 4 x"] * 20, 300, SPECIAL)
+    begin, end = SPECIAL[:2]
+    model.post_processor = processors.TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, 0)])
+    model.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = open_tokenizer(str(tmp_path / "tokenizer.json"))
+    reader = Reader(InstructionOptions(None, False, LENGTH, True, "refuse", 1), tokenizer)
+    for prompt, completion in (("2 + 2 =", " 4"), ("2 + 2 =", " 4" + end), ("", "4"), (begin + "2 =", " 4"), (end, "")):
+        tokens, trained = reader.example({"prompt": prompt, "completion": completion}, "here")
+        text = prompt.removeprefix(begin) + completion.removesuffix(end)
+        assert tokens == [0, *tokenizer.encode([text])[0], 1]
+        assert trained == [at >= 1 + len(tokenizer.encode([text.removesuffix(completion.removesuffix(end))])[0])
+                           for at in range(len(tokens))]  # fmt: skip
+    own = InstructionOptions(TemplateSource("{{ messages[0].content }}", {}, "own"), False, LENGTH, True, "refuse", 1)
+    chat = Reader(own, tokenizer)
+    assert chat.example({"messages": [{"role": "user", "content": "x"}]}, "here").tokens == tokenizer.encode(["x"])[0]
+
+
 def test_a_sentencepiece_model_takes_special_tokens_of_a_template_as_tokens(tmp_path: Path) -> None:
     train(["question and answer, é 漢 " * 3] * 50, 300, tmp_path / "m.model", 1)
     tokenizer = open_tokenizer(str(tmp_path / "m.model"))
