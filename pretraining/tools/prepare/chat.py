@@ -25,6 +25,7 @@ from pretraining.extensions.files import write_atomically
 from pretraining.storage import location
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+TOOL_USE = "tool_use"  # transformers' name of a template
 Message = Mapping[str, Any]  # "role" and "content", and what else the template reads
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # around what the assistant wrote; Unicode keeps both out of text
 
@@ -35,6 +36,7 @@ class TemplateSource(NamedTuple):
     text: str
     special: Mapping[str, str]  # "bos_token" and others
     origin: str  # for messages
+    has_tool_use: bool = False  # whether transformers takes another template, "tool_use", for records with tools
 
 
 class RenderedChat(NamedTuple):
@@ -51,21 +53,27 @@ def find_template(file: str, tokenizer: str, special: Mapping[str, str]) -> Temp
     that the tokenizer itself names.
     """
     folder = location(tokenizer).parent
-    config = read_dataset_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
-    groups = [config.get(name) for name in ("extra_special_tokens", "model_specific_special_tokens")]
-    named = {name: value for group in (config, *groups) if isinstance(group, dict) for name, value in group.items()
-             if name.endswith("_token") and isinstance(value, str | dict)}  # fmt: skip
-    contents = {name: value["content"] if isinstance(value, dict) else value for name, value in named.items()}
+    config, older = (
+        read_dataset_json(folder / name) if (folder / name).is_file() else {}
+        for name in ("tokenizer_config.json", "special_tokens_map.json")
+    )
+    older = {} if "added_tokens_decoder" in config else older  # as transformers reads it
+    groups = [config, config.get("extra_special_tokens"), config.get("model_specific_special_tokens"), older]
+    tokens = {name: value for group in groups if isinstance(group, dict) for name, value in group.items()
+              if name.endswith("_token") and isinstance(value, str | dict)}  # fmt: skip
+    contents = {name: value["content"] if isinstance(value, dict) else value for name, value in tokens.items()}
     special = {**special, **{name: value for name, value in contents.items() if value}}
     path = location(file) if file else folder / "chat_template.jinja"
     if path.is_file():
-        return TemplateSource(path.read_text(), special, str(path))
+        has_tool_use = not file and (folder / "additional_chat_templates" / f"{TOOL_USE}.jinja").is_file()
+        return TemplateSource(path.read_text(), special, str(path), has_tool_use)
     if file:
         raise UserError(f"--chat_template={file}: no such file")
-    own = config.get("chat_template")
+    own, has_tool_use = config.get("chat_template"), False
     if isinstance(own, list):  # several, by name
-        own = next((entry["template"] for entry in own if entry["name"] == "default"), None)
-    return TemplateSource(own, special, str(folder / "tokenizer_config.json")) if own else None
+        named = {entry["name"]: entry["template"] for entry in own}
+        own, has_tool_use = named.get("default"), TOOL_USE in named
+    return TemplateSource(own, special, str(folder / "tokenizer_config.json"), has_tool_use) if own else None
 
 
 def write_template(folder: Path, source: TemplateSource) -> None:
@@ -119,17 +127,25 @@ class ChatTemplate:
             if isinstance(content, list | dict) and str(content) in text:
                 problem = f"the content of message {number} is a {type(content).__name__}, which {self._source.origin}"
                 raise UserError(f"{problem} writes as it is: join its texts, or give a template that reads its parts")
+        if self._source.has_tool_use and more.get("tools"):
+            remedy = f"give the template for all records as --chat_template=FILE, {TOOL_USE} if it renders all of them"
+            raise UserError(f"{self._source.origin} has another template, {TOOL_USE}, for records with tools: {remedy}")
         if self._marks:
             return _unmarked(text)
         trained = []
         for number in (number for number, message in enumerate(messages) if message["role"] == "assistant"):
             before = self._text(messages[:number], True, more)
             after = self._text(messages[: number + 1], False, more)
+            problem = ""
             if not (after.startswith(before) and text.startswith(after)):
-                raise UserError(
-                    f"{self._source.origin}: what it makes of message {number} depends on other messages: mark the "
-                    "assistant's part of the template with {% generation %} and {% endgeneration %}"
-                )
+                problem = f"what it makes of message {number} depends on other messages"
+            elif before == self._text(messages[:number], False, more):  # add_generation_prompt has no effect
+                answer, content = after[len(before) :], str(messages[number].get("content", "")).strip()
+                if header := answer[: max(0, answer.find(content))].strip():
+                    problem = f"without add_generation_prompt, {header!r} before message {number} would be trained, too"
+            if problem:
+                remedy = "mark the assistant's part of the template with {% generation %} and {% endgeneration %}"
+                raise UserError(f"{self._source.origin}: {problem}: {remedy}")
             trained.append((len(before), len(after)))
         return RenderedChat(text, trained)
 

@@ -264,6 +264,60 @@ def test_a_template_whose_answers_depend_on_what_follows_must_mark_them(tokenize
         ChatTemplate(source._replace(text="{% for %}"))
 
 
+LLAMA2 = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + message['content'] + "
+    "' [/INST]' }}{% else %}{{ ' ' + message['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_template_that_trains_the_names_of_roles_must_mark_the_answers(tokenizer_folder: Path) -> None:
+    """Without a prompt for an answer, the name of its role belongs to what follows the messages before it."""
+    source = options(tokenizer_folder).template
+    assert source
+    with pytest.raises(
+        UserError, match=r"<\|start_header_id\|>assistant.* before message 2 would be trained, too: mark"
+    ):
+        ChatTemplate(source._replace(text=LLAMA3.replace(PROMPT, ""))).render(CHAT)
+    unprompted = ChatTemplate(source._replace(text=LLAMA2)).render([*CHAT[1:4], {"role": "assistant", "content": ""}])
+    assert [unprompted.text[start:stop] for start, stop in unprompted.trained] == [
+        f" {CHAT[2]['content']} {SPECIAL[1]}",
+        f"  {SPECIAL[1]}",
+    ]
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_tools_are_refused_where_transformers_takes_another_template_for_them(tmp_path: Path, is_folder: bool) -> None:
+    templates = {"default": LLAMA2, "tool_use": "{{ tools }}" + LLAMA2}
+    if is_folder:
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(templates["tool_use"])
+        (tmp_path / "chat_template.jinja").write_text(LLAMA2)
+    else:
+        named = [{"name": name, "template": text} for name, text in templates.items()]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    (tmp_path / "own.jinja").write_text(LLAMA2)
+    source = find_template("", str(tmp_path / "tokenizer.json"), {"bos_token": "<s>", "eos_token": "</s>"})
+    own = find_template(str(tmp_path / "own.jinja"), str(tmp_path / "tokenizer.json"), source.special if source else {})
+    assert source and own
+    with pytest.raises(UserError, match=r"has another template, tool_use, for records with tools: .*--chat_template=F"):
+        ChatTemplate(source).render(CHAT[1:3], {"tools": TOOLS})
+    assert ChatTemplate(source).render(CHAT[1:3]) == ChatTemplate(own).render(CHAT[1:3], {"tools": TOOLS})
+
+
+def test_special_tokens_have_the_names_of_older_folders(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    path = tmp_path / "tokenizer.json"
+    write_byte_level(path, ["one two"], 300, SPECIAL)
+    older = {"bos_token": SPECIAL[0], "eos_token": {"content": SPECIAL[4]}}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(older))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[1], "chat_template": LLAMA2}
+    for more in ({}, {"bos_token": SPECIAL[2], "added_tokens_decoder": {}}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | more))
+        source, theirs = find_template("", str(path), {}), AutoTokenizer.from_pretrained(tmp_path)
+        assert source and source.special == {"bos_token": theirs.bos_token, "eos_token": theirs.eos_token}
+
+
 # ---- Packing
 
 
