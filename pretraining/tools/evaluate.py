@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 HARNESS = "lm_eval==0.4.13"
 OWN = ".jsonl"
+NO_CONTEXT = "the tokenizer has no token for a context of a task, such as one of spaces: leave the question out"
 Results = dict[str, dict[str, float]]  # task -> metric -> value
 
 
@@ -80,13 +81,17 @@ def evaluate(flags: argparse.Namespace) -> Results:
     others = [name for name in names if not name.endswith(OWN)]
     if others:
         import_harness(others)
-    model, tokenizer, _ = open_model(flags)
+    model, tokenizer, config = open_model(flags)
     scorer = Scorer(model.to(open_device(CONFIGURATION(device=flags.device))), tokenizer, flags.batch_size)
     results: Results = {}
     for name, task in open_tasks(",".join(files), tokenizer, scorer.longest, model.shape.vocab_size).items():
         scores = iter(scorer.score([request for choices in task.requests for request in choices]))
         results[name] = accuracies(task, [[next(scores)[0] for _ in choices] for choices in task.requests])
-    return results | (run_harness(scorer, others, flags) if others else {})
+    if others:
+        results |= run_harness(
+            scorer, others, flags, harness_tokens(tokenizer, flags.tokenizer_path or config.tokenizer_path)
+        )
+    return results
 
 
 class Scorer:
@@ -106,6 +111,8 @@ class Scorer:
         """
         if (most := max((len(request.continuation) for request in requests), default=0)) > self.longest:
             raise UserError(f"a task asks for {most} tokens at once, but the model sees {self.longest}: shorten them")
+        if not all(request.context for request in requests):
+            raise UserError(NO_CONTEXT)
         rows = [(*request.context, *request.continuation)[-self.longest - 1 :] for request in requests]
         self.truncated += sum(
             len(row) < len(request.context) + len(request.continuation)
@@ -122,22 +129,24 @@ class Scorer:
                 results[number] = _likelihood(row, rows[number], len(requests[number].continuation))
         return results
 
-    def continue_text(self, text: str, until: Sequence[str], count: int) -> str:
-        """Return what follows `text`: the likeliest tokens, at most `count`, until one of the texts `until`.
+    def continue_text(self, tokens: list[int], until: Sequence[str], count: int) -> str:
+        """Return the text of the likeliest tokens after `tokens`, at most `count`, until one of the texts `until`.
 
-        Raises UserError if there is no room for `text`.
+        Names of special tokens may be such a text. Raises UserError if there is no text, or no room for it.
         """
         if count >= self.longest:
             remedy = "give a smaller max_gen_toks in its generation_kwargs"
             raise UserError(f"a task generates {count} tokens, but the model sees {self.longest}: {remedy}")
-        tokens = self.tokenizer.encode_prompt(text)[-(self.longest - count) :]
+        if not (tokens := tokens[-(self.longest - count) :]):
+            raise UserError(NO_CONTEXT)
         added: list[int] = []
         likeliest = sample(self.model, tokens, self.tokenizer.vocab_size, self.longest, lambda row: int(row.argmax()))
         for token in likeliest:
             if token == self.tokenizer.separator or len(added) == count:
                 break
             added.append(token)
-            if any(stop in self.tokenizer.decode(added) for stop in until):
+            text = self.tokenizer.decode(added, named=True)
+            if any(stop in text for stop in until):
                 break
         written = self.tokenizer.decode(added)
         return min((written.split(stop)[0] for stop in until), key=len, default=written)
@@ -164,7 +173,17 @@ def import_harness(tasks: Iterable[str]) -> Any:
     return lm_eval
 
 
-def run_harness(scorer: Scorer, tasks: list[str], flags: argparse.Namespace) -> Results:
+def harness_tokens(tokenizer: Tokenizer, path: str) -> dict[str, int]:
+    """Return the ids of the exported tokenizer's "bos_token" and "eos_token", if it has them."""
+    from pretraining.tools.prepare.chat import find_template
+
+    template = find_template("", path, tokenizer.special)  # whose names the export has
+    names = template.special if template else tokenizer.special
+    ids = {name: tokenizer.find_token(names[name]) for name in ("bos_token", "eos_token") if name in names}
+    return {name: id for name, id in ({"eos_token": tokenizer.separator} | ids).items() if id is not None}
+
+
+def run_harness(scorer: Scorer, tasks: list[str], flags: argparse.Namespace, special: Mapping[str, int]) -> Results:
     """Return the metrics of tasks of lm-evaluation-harness. Raises UserError for a task that it does not have."""
     lm_eval = import_harness(tasks)
     from lm_eval.tasks import TaskManager
@@ -173,7 +192,7 @@ def run_harness(scorer: Scorer, tasks: list[str], flags: argparse.Namespace) -> 
     if missing := [name for name in tasks if not manager.match_tasks([name])]:
         raise UserError(f"--tasks={','.join(missing)}: lm-evaluation-harness has no such task; see --include_path")
     found = lm_eval.simple_evaluate(
-        model=harness_model(scorer),
+        model=harness_model(scorer, special),
         tasks=tasks,
         num_fewshot=flags.num_fewshot,
         limit=flags.limit,
@@ -190,25 +209,28 @@ def run_harness(scorer: Scorer, tasks: list[str], flags: argparse.Namespace) -> 
     }
 
 
-def harness_model(scorer: Scorer) -> Any:
-    """Return the model as the harness calls it."""
+def harness_model(scorer: Scorer, special: Mapping[str, int]) -> Any:
+    """Return the model as the harness calls it. special: see `harness_tokens`."""
     from lm_eval import utils
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.utils import normalize_gen_kwargs
 
     from pretraining.extensions.questions.choices import Request
 
+    end = special.get("eos_token")
+    start = special.get("bos_token", end)
+    start_name, end_name = ("" if id is None else scorer.tokenizer.decode([id], named=True) for id in (start, end))
+
     class CheckpointModel(TemplateLM):  # type: ignore[misc]
         """Follows the harness's own class for exported models, HFLM."""
 
-        eot_token_id = scorer.tokenizer.separator
-        prefix_token_id = scorer.tokenizer.document_start
+        eot_token_id = end
+        prefix_token_id = start
         tokenizer_name = "run"
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-            if add_special_tokens is False:
-                return scorer.tokenizer.encode([string])[0]
-            return scorer.tokenizer.encode_prompt(string)
+            has_start = bool(start_name) and string.startswith(start_name)
+            return scorer.tokenizer.encode_prompt(string, surrounded=add_special_tokens is not False and not has_start)
 
         def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
             return scorer.score([Request(context, continuation) for _, context, continuation in requests])
@@ -228,8 +250,10 @@ def harness_model(scorer: Scorer) -> Any:
                 context, options = request.args[0], normalize_gen_kwargs(request.args[1])
                 if options["do_sample"] and options.get("temperature", 1.0) > 0:
                     raise UserError("a task samples its answers; only those with the likeliest tokens can be evaluated")
-                stops = [stop for stop in options["until"] if stop]
-                texts.append(scorer.continue_text(context, stops, options["max_gen_toks"]))
+                stops = [stop for stop in (*options["until"], end_name) if stop]
+                # HFLM knows the beginning of this text by the tokenizer's bos_token alone
+                tokens = self.tok_encode(context) if "bos_token" in special else scorer.tokenizer.encode_prompt(context)
+                texts.append(scorer.continue_text(tokens, stops, options["max_gen_toks"]))
             return texts
 
     return CheckpointModel()

@@ -125,3 +125,13 @@ def test_groups_of_one_dataset_have_the_sequences_of_the_batches_on_any_ranks(tm
 def kept(batch: dict[str, np.ndarray]) -> list[np.ndarray]:
     """The rows whose labels count."""
     return [row for row, labels in zip(batch["tokens"], batch["labels"], strict=True) if (labels != IGNORED).any()]
+
+
+@pytest.mark.parametrize("kind", ["ours", "byte_level"])
+def test_special_tokens_are_text_where_their_names_are_wanted(kind: str) -> None:
+    tokenizer = open_tokenizer(tokenizer_path(kind))
+    name = "<s>" if kind == "ours" else "<|endoftext|>"
+    ids = [*tokenizer.encode(["ein 中"])[0], 1, *tokenizer.encode(["\nrest"])[0], 1]
+    assert tokenizer.find_token(name) == 1 and tokenizer.find_token("<nowhere>") is None
+    assert tokenizer.decode(ids) == "ein 中\nrest"
+    assert tokenizer.decode(ids, named=True) == f"ein 中{name}\nrest{name}"

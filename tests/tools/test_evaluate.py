@@ -8,6 +8,7 @@ import os
 import random
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from pretraining.tools.generate import load_model
 from tests.checkpoint.saving import save
 from tests.parallel.launch import run as run_command
 from tests.processes import call
+from tests.tokenizer_files import write_byte_level
 
 WORDS = ("quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "größe", "winter", "nights")
 TASKS = {
@@ -158,14 +160,48 @@ def by_hand(folder: Path, number: int) -> tuple[bool, bool]:
 def test_the_harness_has_the_numbers_of_the_exported_model(folder: Path) -> None:
     pytest.importorskip("lm_eval")
     pytest.importorskip("transformers")
+    compare_with_the_harness(folder, TASKS)
+
+
+def compare_with_the_harness(folder: Path, tasks: Mapping[str, str]) -> None:
+    """The metrics of the checkpoint in `folder` are those of its export."""
     to_huggingface(open_checkpoint(folder / "step_1"), folder / "hf")
-    for name, text in TASKS.items():
+    for name, text in tasks.items():
         write_task(folder / f"{name}.yaml", text, folder / "own.jsonl")
-    command = [sys.executable, "-c", COMPARISON, str(folder), *TASKS]
+    command = [sys.executable, "-c", COMPARISON, str(folder), *tasks]
     found, _ = run_command(command, HF_HOME=str(folder / "cache"), **OFFLINE)
-    assert found["ours"].keys() == found["theirs"].keys() == TASKS.keys()
+    assert found["ours"].keys() == found["theirs"].keys() == tasks.keys()
     for task, metrics in found["theirs"].items():
         assert metrics and found["ours"][task] == pytest.approx(metrics, rel=1e-6), task
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_the_harness_has_the_special_tokens_of_a_chat_model(tmp_path: Path) -> None:
+    """Those that tokenizer_config.json names: before a text, where a context is empty, and at the end of an answer."""
+    pytest.importorskip("lm_eval")
+    processors = pytest.importorskip("tokenizers").processors
+    special = ("<|begin|>", "<|end_of_text|>", "<|im_end|>", "<|other|>")
+    model = write_byte_level(tmp_path / "tokenizer.json", [" ".join(WORDS)] * 20, 320, special)
+    model.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
+    model.save(str(tmp_path / "tokenizer.json"))
+    named = {"bos_token": special[0], "eos_token": special[2], "chat_template": "{{ messages[0].content }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    config = CONFIGURATION(
+        **{"model_variant": "custom", "num_layers": 2, "hidden_size": 32, "intermediate_size": 64},
+        **{"num_attention_heads": 4, "vocab_size": 320, "seq_length": 32, "max_position_embeddings": 64},
+        **{"init_std": 0.5, "tokenizer_path": str(tmp_path / "tokenizer.json")},
+    )
+    state = {name: weight.detach() for name, weight in build_model(config).named_parameters()}
+    state["lm_head.weight"][1:4] *= 3  # so that some answers have these tokens
+    save(tmp_path, state, Facts(step=1, tokens_seen=0, data=None, config=asdict(config), engine="none", mesh={}))
+    asked = [{**line, "context": special[0] * (number % 3 == 1) + line["context"]}
+             for number, line in enumerate(QUESTIONS)]  # fmt: skip
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(line) + "\n" for line in asked))
+    answers = TASKS["own_short_continuation"].replace("max_new_tokens: 3", "max_new_tokens: 20")
+    stops = {"own_end": "<|nowhere|>", "own_other": "<|other|>"}
+    tasks = {name: answers.replace('"o"', f'"{stop}"') for name, stop in stops.items()}
+    compare_with_the_harness(tmp_path, {**tasks, **{name: TASKS[name] for name in ("own_choices", "own_text")}})
 
 
 @pytest.mark.slow
@@ -180,6 +216,10 @@ def test_the_harness_has_the_numbers_of_the_exported_model(folder: Path) -> None
         (
             f"output_type: loglikelihood\ndoc_to_text: quick\ndoc_to_target: {'quick fox ' * 40}",
             "asks for .* tokens at once, but the model sees 64",
+        ),
+        (
+            "output_type: loglikelihood\ndoc_to_text: \"{{' '}}\"\ndoc_to_target: quick",
+            "no token for a context of a task, such as one of spaces",
         ),
     ],
 )

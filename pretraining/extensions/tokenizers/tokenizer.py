@@ -98,9 +98,10 @@ class SentencePieceTokenizer:
         found = self._model.encode(text, return_type="offset_mapping")  # "proto" would need protobuf
         return [(id, text[first:end]) for id, (first, end) in zip(found["ids"], found["offsets"], strict=True)]
 
-    def has_token(self, name: str) -> bool:
-        """Return whether there is a token of this name."""
-        return bool(self._model.id_to_piece(self._model.piece_to_id(name)) == name)
+    def find_token(self, name: str) -> int | None:
+        """Return the id of the token of this name; None if there is none."""
+        id: int = self._model.piece_to_id(name)
+        return id if self._model.id_to_piece(id) == name else None
 
     def trace(self, text: str) -> TracedTokens:
         """Return the tokens of a text; the names of special tokens in it are those tokens."""
@@ -116,8 +117,12 @@ class SentencePieceTokenizer:
                 at += len(surface)
         return traced
 
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of token ids, without special tokens."""
+    def decode(self, ids: list[int], named: bool = False) -> str:
+        """Return the text of token ids, without special tokens or, if `named`, with their names."""
+        if named and (number := next((n for n, id in enumerate(ids) if self._model.is_control(id)), None)) is not None:
+            return (
+                self.decode(ids[:number]) + self._model.id_to_piece(ids[number]) + self.decode(ids[number + 1 :], True)
+            )
         text: str = self._model.decode(ids)
         return text
 
@@ -169,8 +174,9 @@ class HuggingFaceTokenizer:
         ids: list[int] = self._model.encode(text, add_special_tokens=surrounded).ids
         return ids
 
-    def has_token(self, name: str) -> bool:
-        return self._model.token_to_id(name) is not None
+    def find_token(self, name: str) -> int | None:
+        id: int | None = self._model.token_to_id(name)
+        return id
 
     def trace(self, text: str) -> TracedTokens:
         # The one of GPT-2 and GPT-NeoX takes spaces out of the characters that a token stands for.
@@ -182,8 +188,8 @@ class HuggingFaceTokenizer:
     def encode(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._model.encode_batch(texts, add_special_tokens=False)]
 
-    def decode(self, ids: list[int]) -> str:
-        text: str = self._model.decode(ids)
+    def decode(self, ids: list[int], named: bool = False) -> str:
+        text: str = self._model.decode(ids, skip_special_tokens=not named)
         return text
 
     def byte_lengths(self) -> list[int]:

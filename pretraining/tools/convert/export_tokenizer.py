@@ -32,9 +32,15 @@ def export_tokenizer(path: str) -> tuple[dict[str, Any], dict[str, bytes]]:
         raise UserError(f"--tokenizer_path={path}: no such file; give the tokenizer of the run's data")
     is_json = path.endswith(".json")
     files = {"tokenizer.json" if is_json else "tokenizer.model": file.read_bytes()}
-    ids, usage = _tokenizer_json(file) if is_json else _sentencepiece(file, files)
+    own, usage = _tokenizer_json(file) if is_json else _sentencepiece(file, files)
+    ids: dict[str, Any] = {**own}
     if template := find_template("", path, {}):
         usage |= {**template.special, "chat_template": template.text}
+        from pretraining.extensions.tokenizers.tokenizer import open_tokenizer
+
+        end_of_turn = open_tokenizer(path).find_token(usage.get("eos_token", ""))
+        if end_of_turn not in (None, ids.get("eos")):  # transformers ends a text at either
+            ids["eos"] = [ids["eos"], end_of_turn] if "eos" in ids else end_of_turn
     files["tokenizer_config.json"] = json.dumps(usage, indent=2).encode() + b"\n"
     return {f"{kind}_token_id": number for kind, number in ids.items() if kind != "unk"}, files
 

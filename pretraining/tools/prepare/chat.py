@@ -82,7 +82,7 @@ def write_template(folder: Path, source: TemplateSource) -> None:
     write_atomically(folder / "tokenizer_config.json", json.dumps(content, indent=2) + "\n")
 
 
-def check_tokens(source: TemplateSource, path: str, has_token: Callable[[str], bool]) -> None:
+def check_tokens(source: TemplateSource, path: str, find_token: Callable[[str], int | None]) -> None:
     """Raise UserError if a template writes tokens that transformers adds to the tokenizer at `path`.
 
     A sentencepiece model is often one of them: added_tokens.json and tokenizer_config.json have the tokens of a chat.
@@ -93,7 +93,7 @@ def check_tokens(source: TemplateSource, path: str, has_token: Callable[[str], b
         added = content.get(key) if key else content
         for name, value in (added if isinstance(added, dict) else {}).items():
             names.append(value.get("content", "") if isinstance(value, dict) else name)
-    if missing := sorted({name for name in names if name and name in source.text and not has_token(name)}):
+    if missing := sorted({name for name in names if name and name in source.text and find_token(name) is None}):
         reason = f"has no token {', '.join(missing)}, which {source.origin} writes and transformers adds to it"
         remedy = "give a tokenizer.json: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes one"
         raise UserError(f"--tokenizer={path}: {reason}: {remedy}")

@@ -361,7 +361,7 @@ def _look(options: Options, files: list[Input], shards: list[TextShard], process
 
 def _instructions(options: Options, tokenizer: Tokenizer, separator: int) -> InstructionOptions:
     if template := find_template(options.chat_template, options.tokenizer, tokenizer.special):
-        check_tokens(template, options.tokenizer, tokenizer.has_token)
+        check_tokens(template, options.tokenizer, tokenizer.find_token)
     settings = (options.seq_length, options.packing, options.longer, separator)
     return InstructionOptions(template, bool(options.chat_template), *settings)
 

@@ -206,8 +206,8 @@ def test_tokens_of_a_chat_that_a_sentencepiece_model_lacks_are_named(tmp_path: P
     source, tokenizer = find_template("", path, {}), open_tokenizer(path)
     assert source
     with pytest.raises(UserError, match=r"has no token <\|im_start\|>, which .*give a tokenizer.json"):
-        check_tokens(source, path, tokenizer.has_token)
-    check_tokens(source._replace(text="<s>"), path, tokenizer.has_token)
+        check_tokens(source, path, tokenizer.find_token)
+    check_tokens(source._replace(text="<s>"), path, tokenizer.find_token)
 
 
 @pytest.mark.parametrize("normalization", ["identity", "nmt_nfkc"])
@@ -510,3 +510,7 @@ def test_the_exported_tokenizer_has_the_template_that_the_data_were_prepared_wit
     reader = Reader(options(tokenizer_folder), open_tokenizer(str(tokenizer_folder / "tokenizer.json")))
     assert theirs.apply_chat_template(CHAT)["input_ids"] == reader.example({"messages": CHAT}, "here").tokens
     assert ids["eos_token_id"] == theirs.eos_token_id
+    config = {"bos_token": SPECIAL[0], "eos_token": SPECIAL[4], "chat_template": LLAMA3}  # as Llama 3's chat models
+    (tmp_path / "out" / "tokenizer_config.json").write_text(json.dumps(config))
+    ids, _ = export_tokenizer(str(tmp_path / "out" / "tokenizer.json"))
+    assert ids["eos_token_id"] == [1, 4]  # transformers ends an answer at either
