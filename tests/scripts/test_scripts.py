@@ -280,10 +280,10 @@ ENDINGS: dict[str, tuple[str, list[tuple[int, int]], int, int]] = {
     "the time is up": ("", [(4, 4)], 4, 1),
     "it was told to end": ("", [(143, 4)], 143, 1),
     "the limit": ("MAX_RESTARTS=1 ", [(5, 1), (5, 2), (0, 3)], 5, 2),
-    "a host that comes back late": ("NNODES=2 ", [(5, 3), (5, 3), (5, 3), (0, 4)], 0, 4),
-    "a host that comes late": ("NNODES=2 ", [(5, 0), (1, 0), (5, 3), (0, 4)], 0, 4),
-    "a host that never comes": ("NNODES=2 ", [(5, 0), (5, 0), (5, 0)], 5, 3),
-    "a mistake on one of two hosts": ("NNODES=2 ", [(2, 0)], 2, 1),
+    "a host that comes back late": ("NNODES=2 PJRT_DEVICE=TPU ", [(5, 3), (5, 3), (5, 3), (0, 4)], 0, 4),
+    "a host that comes late": ("NNODES=2 PJRT_DEVICE=TPU ", [(5, 0), (1, 0), (5, 3), (0, 4)], 0, 4),
+    "a host that never comes": ("NNODES=2 PJRT_DEVICE=TPU ", [(5, 0), (5, 0), (5, 0)], 5, 3),
+    "a mistake on one of two hosts": ("NNODES=2 PJRT_DEVICE=TPU ", [(2, 0)], 2, 1),
 }
 
 
