@@ -1,7 +1,7 @@
 """Sample text from a run, in plain PyTorch on the CPU, whatever engine and mesh trained it.
 
     python -m pretraining.tools.generate RUN_DIR --prompt=TEXT [--max_new_tokens=N] [--temperature=T] [--top_k=K]
-        [--seed=S] [--use_ema]
+        [--seed=S] [--use_ema] [--chat]
 
 There is no cache of keys and values: every token recomputes its context, which is fast enough for models of a size
 that a CPU trains, and keeps the model free of code that training does not need.
@@ -42,6 +42,7 @@ from pretraining.models.init import build_model
 from pretraining.models.llama import Llama
 from pretraining.storage import location
 from pretraining.tools.arguments import ArgumentParser, at_least, ends_on_mistakes
+from pretraining.tools.prepare.chat import ChatTemplate, TemplateSource, end_of_turn, find_template
 
 if TYPE_CHECKING:
     from pretraining.extensions.tokenizers.tokenizer import Tokenizer
@@ -71,6 +72,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--top_k", type=at_least(0), default=50, help="choose among the k likeliest tokens; 0: among all"
     )
     parser.add_argument("--seed", type=at_least(0, below=2**64), default=0, help="the same seed gives the same text")
+    parser.add_argument(
+        "--chat", action="store_true", help="answer the prompt, a user's message in the chat template of the tokenizer"
+    )
     return parser.parse_args(arguments)
 
 
@@ -93,16 +97,29 @@ def unicode_text(text: str) -> str:
 def generate(flags: argparse.Namespace) -> Iterator[str]:
     """Yield the prompt and its continuation, in pieces. Raises UserError if there is no checkpoint or no tokenizer."""
     model, tokenizer, config = open_model(flags)
-    prompt = tokenizer.encode_prompt(flags.prompt, surrounded=False)
+    template = find_template("", flags.tokenizer_path or config.tokenizer_path, tokenizer.special)
     before, end = document_borders(config, tokenizer)
+    ends = {end, end_of_turn(template, tokenizer.find_token) if template else end}
+    if flags.chat:  # which begins a row, as the examples of instruction data do
+        before, prompt = [], tokenizer.trace(chat_prompt(template, flags.prompt)).ids
+    else:
+        prompt = tokenizer.encode_prompt(flags.prompt, surrounded=False)
     source = torch.Generator().manual_seed(flags.seed)
     choose = partial(sample_token, temperature=flags.temperature, top_k=flags.top_k, generator=source)
     context = before + prompt
     if note := beyond_context(len(context), flags.max_new_tokens, config.seq_length):
         print(note, file=sys.stderr, flush=True)
     drawn = sample(model, context, tokenizer.vocab_size, config.seq_length, choose)
-    added = takewhile(lambda token: token != end, islice(drawn, flags.max_new_tokens))
-    yield from decoded(tokenizer, prompt, added)
+    added = takewhile(lambda token: token not in ends, islice(drawn, flags.max_new_tokens))
+    yield from islice(decoded(tokenizer, prompt, added), 1 if flags.chat else 0, None)  # an answer without the prompt
+
+
+def chat_prompt(template: TemplateSource | None, message: str) -> str:
+    """Return a user's message in the chat template, up to where the answer begins. Raises UserError."""
+    if template is None:
+        remedy = "prepare --sft --chat_template=FILE writes one there"
+        raise UserError(f"--chat: there is no chat template next to the tokenizer: {remedy}")
+    return ChatTemplate(template).prompt([{"role": "user", "content": message}])
 
 
 def document_borders(config: TrainConfig, tokenizer: Tokenizer) -> tuple[list[int], int | None]:

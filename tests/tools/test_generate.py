@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -262,6 +263,20 @@ def test_storage_that_a_configuration_names_is_contacted_on_request_alone(
         folder = save(tmp_path / str(number), {"model.norm.weight": torch.ones(192)}, saved)
         assert main([str(folder), *(tokenizer if number else [])]) == 2
         assert "--allow_remote contacts that storage" in capsys.readouterr().err
+
+
+def test_a_message_is_answered_in_the_chat_template_until_the_turn_ends(
+    run: Path, speak: Speak, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tokenizer.model").write_bytes((run / "tokenizer.model").read_bytes())
+    chat = ["--chat", "--temperature=0", "--max_new_tokens=3", f"--tokenizer_path={tmp_path / 'tokenizer.model'}"]
+    assert main([str(run), *chat, "--prompt=the fox"]) == 2
+    assert "--chat: there is no chat template next to the tokenizer" in capsys.readouterr().err
+    template = "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}{{ ' q' if add_generation_prompt }}"
+    for end, answer in ("k", "qqq\n"), ("q", "\n"):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": end}))
+        assert speak(*chat, "--prompt=the fox") == answer  # the run says its last token again and again
+        assert speak(*chat[1:], "--prompt=the q") == f"the q{answer}"
 
 
 def test_a_run_with_a_tokenizer_json_speaks(run: Path, speak: Speak, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from pretraining.config.errors import UserError
 from pretraining.extensions.files import read_json
 from pretraining.storage import Location, location
 from pretraining.tools.convert.tokenizer_json import BPE, UNIGRAM, parse_model, tokenizer_json
-from pretraining.tools.prepare.chat import find_template
+from pretraining.tools.prepare.chat import end_of_turn, find_template
 
 FAST = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}  # reads tokenizer.json
 
@@ -38,9 +38,9 @@ def export_tokenizer(path: str) -> tuple[dict[str, Any], dict[str, bytes]]:
         usage |= {**template.special, "chat_template": template.text}
         from pretraining.extensions.tokenizers.tokenizer import open_tokenizer
 
-        end_of_turn = open_tokenizer(path).find_token(usage.get("eos_token", ""))
-        if end_of_turn not in (None, ids.get("eos")):  # transformers ends a text at either
-            ids["eos"] = [ids["eos"], end_of_turn] if "eos" in ids else end_of_turn
+        end = end_of_turn(template, open_tokenizer(path).find_token)
+        if end not in (None, ids.get("eos")):  # transformers ends a text at either
+            ids["eos"] = [ids["eos"], end] if "eos" in ids else end
     files["tokenizer_config.json"] = json.dumps(usage, indent=2).encode() + b"\n"
     return {f"{kind}_token_id": number for kind, number in ids.items() if kind != "unk"}, files
 

@@ -99,6 +99,11 @@ def check_tokens(source: TemplateSource, path: str, find_token: Callable[[str], 
         raise UserError(f"--tokenizer={path}: {reason}: {remedy}")
 
 
+def end_of_turn(source: TemplateSource, find_token: Callable[[str], int | None]) -> int | None:
+    """Return the id of the token that ends a message, tokenizer_config.json's eos_token; None if it names none."""
+    return find_token(source.special.get("eos_token", ""))
+
+
 class ChatTemplate:
     """A compiled template."""
 
@@ -115,11 +120,11 @@ class ChatTemplate:
         except TemplateError as error:
             raise UserError(f"{source.origin}: not a chat template ({error})") from error
 
-    def render(self, messages: Sequence[Message], more: Mapping[str, Any] = NOTHING) -> RenderedChat:
+    def render(self, messages: Sequence[Message], more: Mapping[str, Any] = NOTHING, first: int = 0) -> RenderedChat:
         """Return the text of a chat and what is trained of it: the assistant's messages. UserError without a place.
 
-        more: what else the template may name, such as "tools". Keys of messages without a value, which the columns of
-        Parquet have, are left out, as transformers does.
+        more: what else the template may name, such as "tools". first: the messages before it are not trained. Keys of
+        messages without a value, which the columns of Parquet have, are left out, as transformers does.
         """
         messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
         text = self._text(messages, False, more)
@@ -131,9 +136,11 @@ class ChatTemplate:
             remedy = f"give the template for all records as --chat_template=FILE, {TOOL_USE} if it renders all of them"
             raise UserError(f"{self._source.origin} has another template, {TOOL_USE}, for records with tools: {remedy}")
         if self._marks:
-            return _unmarked(text)
+            whole, prompt = _unmarked(text), _unmarked(self._text(messages[:first], False, more) if first else "")
+            return RenderedChat(whole.text, whole.trained[len(prompt.trained) :])
         trained = []
-        for number in (number for number, message in enumerate(messages) if message["role"] == "assistant"):
+        answers = (number for number, message in enumerate(messages) if message["role"] == "assistant")
+        for number in (number for number in answers if number >= first):
             before = self._text(messages[:number], True, more)
             after = self._text(messages[: number + 1], False, more)
             problem = ""
@@ -148,6 +155,10 @@ class ChatTemplate:
                 raise UserError(f"{self._source.origin}: {problem}: {remedy}")
             trained.append((len(before), len(after)))
         return RenderedChat(text, trained)
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """Return the text of a chat up to where the assistant's next message begins. Raises UserError."""
+        return self._text(messages, True, NOTHING)
 
     def _text(self, messages: Sequence[Message], prompts: bool, more: Mapping[str, Any]) -> str:
         try:

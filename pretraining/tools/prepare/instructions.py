@@ -124,6 +124,8 @@ class Reader:
     def example(self, record: Mapping[str, Any], place: str) -> Example:
         """Return the example of a record: `messages`, `prompt` and `completion`, or `instruction`, `input`, `output`.
 
+        Prompt and completion are both texts, or both messages.
+
         UserError with its place if the record is none of these, or the template cannot render it.
         """
         try:
@@ -143,10 +145,11 @@ class Reader:
 
     def _chat(self, record: Mapping[str, Any]) -> tuple[RenderedChat, bool]:
         """Return the text of a record, and whether it is without a template."""
-        if "messages" in record:
+        if messages := _messages(record):
             if self._template is None:
                 raise UserError("messages need a template: give --chat_template=FILE, because the tokenizer has none")
-            return self._template.render(_messages(record["messages"]), _template_names(record)), False
+            first = 0 if "messages" in record else len(record["prompt"])
+            return self._template.render(messages, _template_names(record), first), False
         prompt, gap, completion = _texts(record)
         if self._template and self._options.is_for_prompts:
             texts = {"user": prompt, "assistant": completion}
@@ -157,18 +160,24 @@ class Reader:
 
 def check_record(record: Mapping[str, Any]) -> None:
     """Raise UserError, without a place, if a record is no example."""
-    if "messages" in record:
-        _messages(record["messages"])
+    if _messages(record):
         _template_names(record)
     else:
         _texts(record)
 
 
-def _messages(value: Any) -> list[Mapping[str, Any]]:
-    objects = value if isinstance(value, list) else []
-    if not objects or not all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in objects):
-        raise UserError("messages is not a list of objects with role and content")
-    return value
+def _messages(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the messages of a chat; none for a record of texts."""
+    chat: list[Mapping[str, Any]] = []
+    for name in ("messages",) if "messages" in record else ("prompt", "completion"):
+        value = record.get(name)
+        if name != "messages" and not isinstance(value, list):
+            return []
+        objects = value if isinstance(value, list) else []
+        if not objects or not all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in objects):
+            raise UserError(f"{name} is not a list of objects with role and content")
+        chat += objects
+    return chat
 
 
 def _template_names(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,5 +208,5 @@ def _texts(record: Mapping[str, Any]) -> tuple[str, str, str]:
         names = ", ".join(record) or "none"
         raise UserError(f"no messages, prompt and completion, or instruction and output: its fields are {names}")
     if not (isinstance(prompt, str) and isinstance(completion, str)):
-        raise UserError("prompt and completion are not both text")
+        raise UserError("prompt and completion are not both text, or both lists of messages")
     return prompt, gap, completion

@@ -88,6 +88,12 @@ def test_chats_have_the_tokens_and_the_mask_of_transformers(tokenizer_folder: Pa
     assert got.tokens == want["input_ids"]
     assert got.trained == [bool(trained) for trained in want["assistant_masks"]]
     assert 0 < sum(got.trained) < len(got.trained)
+    # as TRL does with a prompt and a completion: what follows the prompt is trained
+    before = theirs.apply_chat_template(CHAT[:4], chat_template=MARKED, add_generation_prompt=True)["input_ids"]
+    record = {"prompt": CHAT[:4], "completion": CHAT[4:]}
+    last = Reader(options(tokenizer_folder, template), open_tokenizer(path)).example(record, "here")
+    assert last.tokens == got.tokens
+    assert last.trained == [number >= len(before) for number in range(len(last.tokens))]
 
 
 # What a template may name besides roles and texts: tools, tokens of the tokenizer, JSON in a certain form, absent keys
@@ -234,6 +240,8 @@ def test_a_chat_has_the_tokens_of_a_prompt_where_a_model_adds_a_space_to_a_text(
         ({"instruction": "x", "input": ["y"], "output": "z"}, "not both text"),
         ({"messages": [{"role": "user", "content": PARTS}]}, "the content of message 0 is a list, which .* as it is"),
         ({"prompt": "x", "completion": None}, "not both text"),
+        ({"prompt": [{"role": "user", "content": "x"}], "completion": "y"}, "not both text"),
+        ({"prompt": CHAT, "completion": []}, "completion is not a list of objects"),
         ({"messages": "x"}, "not a list of objects with role and content"),
         ({"messages": [{"role": "user"}]}, "not a list of objects with role and content"),
         ({"messages": CHAT, "tools": "f()"}, "tools is not a list of objects"),
