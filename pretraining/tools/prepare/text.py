@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import io
 import json
+import lzma
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 # Text per shard: small enough that a killed preparation loses seconds, large enough that a shard is worth its file.
 SHARD_BYTES = 16 * 2**20
-_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}  # pyarrow's names; it lacks xz
 _TEXT_TYPES = ("string", "large_string", "string_view")  # of Parquet, or of the categories of pandas
 _JSON_LINES = (".jsonl", ".ndjson")
 _ENCODINGS = {  # by byte order mark; UTF-32's begins with UTF-16's
@@ -230,7 +231,7 @@ def _naming(path: str) -> Iterator[None]:
 
     try:
         yield
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, EOFError, lzma.LZMAError) as error:
         raise UserError(
             f"{path}: cannot be read, it is truncated or damaged ({error}): copy or write it again"
         ) from error
@@ -249,11 +250,15 @@ def _open(path: str) -> Iterator[IO[bytes]]:
         if compression is None:
             yield raw
             return
+        if compression == "xz":
+            with lzma.open(raw) as lines:
+                yield lines
+            return
         import pyarrow as pa
 
         stream: Any = pa.CompressedInputStream(pa.PythonFile(raw, "r"), compression)
-        with io.BufferedReader(stream, 1 << 20) as lines:  # pyarrow's stream has no line iterator
-            yield lines
+        with io.BufferedReader(stream, 1 << 20) as buffered:  # pyarrow's stream has no line iterator
+            yield buffered
 
 
 @contextmanager

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import json
+import lzma
 import os
 import re
 import resource
@@ -70,10 +72,13 @@ def write_inputs(folder: Path) -> list[str]:
     with pa.OSFile(str(folder / "c.jsonl.zst"), "wb") as file, pa.CompressedOutputStream(file, "zstd") as packed:
         packed.write(as_lines(parts[2]).encode())
     pq.write_table(pa.table({"text": parts[3]}), folder / "d.parquet", row_group_size=70)
+    for ending, compress in ("bz2", bz2.compress), ("xz", lzma.compress):  # in two streams, as pbzip2 and pixz write
+        streams = [compress(as_lines(part).encode()) for part in (parts[4][20:50], parts[4][50:70])]
+        (folder / f"e.jsonl.{ending}").write_bytes(b"".join(streams))
     for number, text in enumerate(parts[4][:20]):
         (folder / "deep" / f"{number:02d}.txt").write_text(text)
     (folder / "photo.png").write_bytes(b"\x89PNG")
-    return [text for part in parts[:4] for text in part] + parts[4][:20]
+    return [text for part in parts[:4] for text in part] + parts[4][:70] + parts[4][20:70]
 
 
 def run(folder: Path, *more: str) -> int:
@@ -451,6 +456,9 @@ UNREADABLE = {
     "unmarked.txt": (TEXT.encode("utf-16-le"), "has NUL bytes"),
     "image.txt": (b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR" + bytes(range(256)) * 4, "has NUL bytes"),
     "latin.txt": ("déjà vu à Orléans, où l'été a été très doux".encode("latin-1"), r"\d+ of 43 char.* not UTF-8"),
+    "half.txt.bz2": (bz2.compress(os.urandom(1000).hex().encode())[:500], "truncated or damaged"),
+    "half.txt.xz": (lzma.compress(os.urandom(1000).hex().encode())[:500], "truncated or damaged"),
+    "no.txt.xz": (b"text", "truncated or damaged"),
     "half.txt.gz": (gzip.compress(os.urandom(1000).hex().encode())[:500], "truncated or damaged"),
 }
 
