@@ -203,8 +203,8 @@ def uneven_shards(config: TrainConfig, mesh: Mesh) -> Iterator[Problem]:
         remedy = f"needs hidden_size={hidden} to be a multiple of the {shards} data-parallel ranks of a group"
         yield Problem(f"--tensor_parallel_size={mesh.tensor}", f"{remedy}; use sharding_strategy=hsdp with fewer")
     for length in uneven_rows(config):
-        remedy = f"is not a multiple of {chunks}: two chunks for each of {mesh.context} context ranks"
-        yield Problem(f"a row of {length} tokens", f"{remedy}; use {multiples_around(length, chunks)}")
+        remedy = f"needs rows of a multiple of {chunks} tokens, and seq_length or a stage of it is {length}"
+        yield Problem(f"--context_parallel_size={mesh.context}", f"{remedy}; use {multiples_around(length, chunks)}")
 
 
 def shard_dimension(name: str) -> int:
