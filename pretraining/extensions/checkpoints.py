@@ -47,7 +47,11 @@ def newest_checkpoint(path: Location, allow_remote: bool = True) -> Location:
         if committed := find_checkpoints(folder).committed:
             return committed[0]
     places = ", ".join(map(str, folders))
-    more = f"; --ckpt_local_path={local} of its hosts may have one" if (local := config.get("ckpt_local_path")) else ""
+    more = ""
+    if local := config.get("ckpt_local_path"):
+        more = f"; --ckpt_local_path={local} of its hosts may have one"
+    elif "ckpt_save_path" not in config:  # not a run
+        more = "; Hugging Face's folders need safetensors; python -m pretraining.tools.convert reads other trainers'"
     raise UserError(f"{path}: holds no committed checkpoint (a step_N folder with its marker); searched {places}{more}")
 
 

@@ -310,6 +310,7 @@ def test_another_tokenizer_than_that_of_the_runs_data_is_refused(
     ("change", "words"),
     [
         (["{tmp}"], "no committed checkpoint"),
+        (["{run}/tokenizer.model"], "need safetensors; python -m pretraining.tools.convert reads"),
         (["{run}", "--tokenizer_path={tmp}/none.model"], "no such file"),
         (["{run}", "--top_k=-1"], "--top_k: -1: use a whole number, 0 or above"),
         (["{run}", "--max_new_tokens=0"], "--max_new_tokens: 0: use a whole number, 1 or above"),
