@@ -467,6 +467,8 @@ def _open_endless(
 ) -> Stream:
     """Open data that are a function of the sequence alone: the user's own, or counters."""
     rows = vocabulary(config)
+    if own and config.num_epochs:
+        raise UserError(f"--num_epochs={config.num_epochs}: data of your own have no end: give num_steps instead")
     if rows is None:
         raise UserError("--use_dummy_dataset counts modulo the vocabulary: --model_variant=custom needs --vocab_size")
     order: dict[str, Any] = {"seed": config.seed, "vocab_size": rows, "seq_length": config.seq_length}

@@ -107,5 +107,7 @@ def test_an_id_outside_the_vocabulary_and_missing_data_are_named(page: dict[str,
     config = TrainConfig(**page["tiny"], log_dir=str(tmp_path))
     with pytest.raises(UserError, match="Large: token id 64, but the model's vocabulary is 64"):
         train(replace(config, data_path="nowhere"), data={"train": Large()})
+    with pytest.raises(UserError, match="--num_epochs=1: data of your own have no end"):
+        train(replace(config, num_epochs=1), data={"train": Large()})
     with pytest.raises(UserError, match="--data_path  is not set"):
         train(config)
