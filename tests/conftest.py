@@ -28,6 +28,7 @@ IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if IS_WORKER:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers share two cores; set before torch is imported
 os.environ.setdefault("XLA_FLAGS", CHEAP_TO_COMPILE)
+os.environ.pop("PYTHONUNBUFFERED", None)  # images set it, people do not, and a full disk or a closed pipe shows later
 SLOW = 3.0  # s; what pyproject.toml says of the marker
 
 

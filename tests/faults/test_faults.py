@@ -113,7 +113,7 @@ def test_damage_to_weights_that_are_converted_is_a_sentence_or_makes_no_differen
 
 
 ENVIRONMENTS: dict[str, tuple[dict[str, Any], str]] = {
-    "a full device": ({"output": "/dev/full"}, "the output: No space left on device"),
+    "a full device": ({"output": "/dev/full"}, "the output cannot be written: No space left on device"),
     "no working directory": ({"removed": True}, "the working directory does not exist any more"),
     "small files": ({"limits": {"RLIMIT_FSIZE": 20_000}}, "File too large"),
 }
