@@ -361,6 +361,9 @@ def test_normalizing_and_unigram_models_are_exported_with_the_ids_of_sentencepie
     path = trained(tmp_path, source, vocab_size=500, **settings)
     write_exported(path, tmp_path / "hf")
     ours, theirs = own_tokenizers().open_tokenizer(path), transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    written, config = (json.loads((tmp_path / "hf" / f"tokenizer{end}.json").read_text()) for end in ("", "_config"))
+    assert written.keys() == json.loads(theirs.backend_tokenizer.to_str()).keys()  # JavaScript's reader needs them
+    assert (config["add_bos_token"], config["add_prefix_space"]) == (False, ours.adds_space())  # for llama.cpp
     symbols = settings.get("user_defined_symbols", [])
     pieces = map(sentencepiece.SentencePieceProcessor(model_file=path).id_to_piece, range(3, 500))
     texts = [*random_texts([*source.split(), *symbols * 20]), *(piece.replace("\u2581", " ") for piece in pieces)]

@@ -73,7 +73,8 @@ def _sentencepiece(path: Location, files: dict[str, bytes]) -> tuple[dict[str, i
         print(f"{path} normalizes texts: {reason}", file=sys.stderr)
     pieces = [(model.id_to_piece(number), model.get_score(number)) for number in range(model.vocab_size())]
     files["tokenizer.json"] = json.dumps(tokenizer_json(described, pieces, model.unk_id())).encode()
-    return ids, {**FAST, **names}
+    # for llama.cpp's converter, which otherwise puts both before a text; transformers reads tokenizer.json
+    return ids, {**FAST, **names, "add_bos_token": False, "add_prefix_space": described.adds_prefix}
 
 
 def _tokenizer_json(path: Location) -> tuple[dict[str, int], dict[str, Any]]:

@@ -106,6 +106,7 @@ def tokenizer_json(described: Description, pieces: list[tuple[str, float]], unkn
         ],
         "normalizer": {"type": "Sequence", "normalizers": [*normalizers, _replace({"String": " "}, BLANK)]},
         "pre_tokenizer": _isolate(symbols) if symbols else None,
+        **dict.fromkeys(("post_processor", "truncation", "padding")),  # JavaScript's reader needs the first
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": _unigram(described, pieces, unknown)
         if described.kind == UNIGRAM
