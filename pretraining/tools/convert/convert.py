@@ -308,10 +308,14 @@ def _new_folder(target: Path, files: Mapping[str, bytes]) -> Iterator[Path]:
     folder = target.with_name(target.name + PARTIAL)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for name, content in files.items():
-        DISK.write_file(folder / name, content)
-    yield folder
-    DISK.sync(folder)
+    try:
+        for name, content in files.items():
+            DISK.write_file(folder / name, content)
+        yield folder
+        DISK.sync(folder)
+    except BaseException:  # a disk that it has filled gets its room back
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     rename(folder, target)
 
 
