@@ -380,7 +380,7 @@ class NewLocalFile:
 @contextmanager
 def descriptor(path: Path, flags: int) -> Iterator[int]:
     """Open a file descriptor and close it on leaving. A named pipe in the place of a file is not waited for."""
-    opened = os.open(path, flags | os.O_NONBLOCK, 0o644)
+    opened = os.open(path, flags | os.O_NONBLOCK, 0o666)
     try:
         yield opened
     finally:
@@ -447,11 +447,8 @@ class Disk:
         rename(partial, final)
 
     def left_over(self, folder: Path) -> list[Path]:
-        return [
-            path
-            for path in folder.glob("step_*")
-            if path.suffix in (PARTIAL, DELETED) and STEP.fullmatch(path.stem) and path.is_dir()
-        ]
+        paths = (path for path in folder.glob("step_*") if path.suffix in (PARTIAL, DELETED) and path.is_dir())
+        return [path for path in paths if STEP.fullmatch(path.stem)]
 
     def remove_folder(self, folder: Path) -> None:
         """See Store. Of a symbolic link only the link is removed."""
@@ -500,8 +497,7 @@ class FolderLock:
         Raises UserError if another process holds the lock, OSError if it cannot be written.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / LOCK
-        self._opened = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._opened = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.lockf(self._opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:  # EAGAIN or EACCES, as POSIX leaves open

@@ -20,6 +20,10 @@ _NO_MEMORY = ("allocate memory", "map segment", "start new thread", "bad_alloc",
 def exit_with(main: Callable[[], int | None]) -> NoReturn:
     """Call `main` and exit with its code; without a traceback after Ctrl-C (130), and if the reader of the output has
     gone (`| head`; 141)."""
+    while os.open(os.devnull, os.O_RDWR) < 2:  # a service may have closed streams: no other file gets their numbers
+        pass
+    sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
+    os.environ.setdefault("USER", str(os.getuid()))  # torch asks for a name, and a container may have none for the user
     for stream in (sys.stdout, sys.stderr):  # a terminal may lack the letters of a path
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     threading.excepthook = _report_in_thread
@@ -31,7 +35,7 @@ def exit_with(main: Callable[[], int | None]) -> NoReturn:
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and not _output_is_closed():
+        if (isinstance(error, BrokenPipeError) or sys.flags.dev_mode) and not _output_is_closed():
             raise
         code = 128 + signal.SIGPIPE if isinstance(error, BrokenPipeError) else USER_MISTAKE
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its exit

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from pretraining import storage
 from pretraining.checkpoint import files
 from pretraining.checkpoint.files import UnreadableError
 from pretraining.checkpoint.manifest import Facts, open_checkpoint
@@ -259,3 +260,13 @@ def test_every_file_and_folder_is_synced_before_the_checkpoint_appears_and_after
         assert last_write < events.index(f"fsync {file.name}") < appeared
     assert events.index("fsync COMMITTED") > max(events.index(f"fsync {f.name}") for f in path.iterdir() if f.suffix)
     assert events[appeared - 1 :] == ["fsync step_3.partial", "rename step_3.partial", f"fsync {tmp_path.name}"]
+
+
+def test_who_may_write_to_a_checkpoint_and_its_lock_is_the_umask_s_choice(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        storage.DISK.lock(tmp_path, "run_name").release()
+        storage.DISK.write_file(tmp_path / "weights", b"")
+    finally:
+        os.umask(before)
+    assert [path.stat().st_mode & 0o777 for path in (tmp_path / storage.LOCK, tmp_path / "weights")] == [0o664] * 2

@@ -318,6 +318,27 @@ def test_ctrl_c_ends_a_script_with_its_exit_code_and_no_traceback(monkeypatch: p
     assert ended.value.code == 128 + signal.SIGINT
 
 
+def test_a_script_whose_streams_were_closed_gives_their_numbers_to_no_other_file() -> None:
+    code = "import os; from pretraining.config.script import exit_with; " \
+           "exit_with(lambda: print('text') or os.open('.', os.O_RDONLY) <= 2)"  # fmt: skip
+    for closed in ("<&- >&- 2>&-", ">&-", "2>&-"):
+        command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", code]
+        assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0, closed
+
+
+def test_a_user_without_a_name_has_a_number() -> None:
+    names = ("LOGNAME", "USER", "LNAME", "USERNAME")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    code = "import getpass as a; from pretraining.config.script import exit_with; exit_with(lambda: print(a.getuser()))"
+    assert call([sys.executable, "-c", code], env=environment).stdout == f"{os.getuid()}\n"
+
+
+def test_development_mode_shows_where_an_error_of_the_system_was_raised() -> None:
+    code = "from pretraining.config.script import exit_with; exit_with(lambda: open('nowhere'))"
+    assert "lambda" in call([sys.executable, "-X", "dev", "-c", code], code=1).stderr
+    assert call([sys.executable, "-c", code], code=2).stderr.startswith("nowhere: No such file or directory")
+
+
 def test_an_error_of_the_system_is_named_by_its_file_and_the_program_s_own_by_its_words() -> None:
     assert refusal(FileNotFoundError(2, "No such file or directory", "a/b")) == "a/b: No such file or directory"
     assert refusal(OSError(28, "No space left on device")) == "a file or the output: No space left on device"
