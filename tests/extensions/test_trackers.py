@@ -157,3 +157,14 @@ def test_a_run_that_aim_does_not_know_is_an_error_with_the_remedy(
     monkeypatch.setitem(sys.modules, "aim", SimpleNamespace(Run=refuse))
     with pytest.raises(UserError, match=r"--tracker=aim: Cannot find Run other\. Remove --tracker_run_id"):
         sinks.Aim(TrackersConfig(tracker="aim", tracker_run_id="other"), tmp_path)
+
+
+@pytest.mark.skipif(not find_spec("tensorboard"), reason="needs tensorboard")
+def test_a_path_that_tensorboard_cannot_write_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="PYTHONUTF8"):
+        sinks.TensorBoard(tmp_path / os.fsdecode(b"\xe4"), step=0)
+
+
+def test_a_start_without_standard_input_needs_no_key() -> None:
+    code = "from main_training import configure; configure({'use_dummy_dataset': 'True'})"
+    call(["sh", "-c", 'exec "$@" <&-', "sh", sys.executable, "-c", code])

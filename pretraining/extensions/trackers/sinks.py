@@ -73,7 +73,11 @@ class TensorBoard:
     def __init__(self, folder: Path, step: int) -> None:
         # purge_step hides what an interrupted run wrote after `step`, as it is cut from metrics.jsonl.
         writer = import_module("torch.utils.tensorboard").SummaryWriter
-        self._writer = writer(str(folder), purge_step=step + 1 if step else 0)
+        try:
+            self._writer = writer(str(folder), purge_step=step + 1 if step else 0)
+        except UnicodeEncodeError as error:
+            remedy = "set PYTHONUTF8=1, give another folder, or --tensorboard=False"
+            raise UserError(f"{folder}: TensorBoard needs a path that is valid UTF-8; {remedy}") from error
 
     def write(self, record: Record) -> None:
         """Show every number of `record` at its step."""
