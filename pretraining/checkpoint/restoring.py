@@ -151,7 +151,7 @@ class Restoring:
             for line in self.start.unread(path):
                 self.peers.say(line)
             return checkpoint.facts, paths[:number]
-        raise UserError(f"{paths[0].parent}: none of the checkpoints can be read; remove them to start from step 0")
+        raise UserError(f"{paths[0].parent}: none of the checkpoints can be read; check the disk, or move them away")
 
     def names_to_continue(self, checkpoint: Checkpoint, *, weights_only: bool) -> list[str]:
         """Return the tensors that the checkpoint must contain."""
