@@ -18,10 +18,12 @@ def without_effect(config: TrainConfig, name: str) -> Iterator[Problem]:
         yield problem(config, name, remedy)
 
 
-def check_folder(subject: str, folder: Path) -> None:
-    """Raise UserError if this process cannot write to `folder`, or cannot create it."""
+def check_folder(subject: str, folder: Path) -> Path:
+    """Raise UserError if this process cannot write to `folder`, or cannot create it. Return it, or the folder above it
+    that exists."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     if not there.is_dir():
         raise UserError(f"{subject}: {there} is not a folder; give another one")
     if not os.access(there, os.W_OK | os.X_OK):
         raise UserError(f"{subject}: {there} cannot be written; change its permissions, or give another folder")
+    return there

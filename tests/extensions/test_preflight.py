@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import socket
@@ -42,6 +43,28 @@ def test_mistakes_about_files_are_reported_with_those_in_settings_without_torch(
     for text in (f"{tmp_path}/nowhere", f"{tmp_path}/no.model", f"{tmp_path}/file is not a folder", f"{tmp_path}/none"):
         assert text in done.stderr, done.stderr
     assert "--seq_length=two" in done.stderr and "--batch_size" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("cc"), reason="compiles disk.c")
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (f"sync:1:full:{errno.EINVAL}", "cannot write a file in any order and flush it there (Invalid argument)"),
+        (f"rename:1:full:{errno.ENOSYS}", "cannot rename a folder there (Function not implemented)"),
+    ],
+)
+def test_a_file_system_that_cannot_do_what_a_run_does_is_refused(tmp_path: Path, fault: str, words: str) -> None:
+    shim, folder = tmp_path / "disk.so", tmp_path / "mounted"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", shim, ROOT / "tests/faults/disk.c", "-ldl"], check=True)
+    folder.mkdir()
+    flags = [*(f"--{name}={value}" for name, value in DUMMY.items()), f"--log_dir={folder}/run", "--check"]
+    assert check(*flags, folder=tmp_path).returncode == 0
+    done = check(*flags, folder=tmp_path, LD_PRELOAD=str(shim), FAULT=f"{fault}:{folder}")
+    assert done.returncode == 2 and f"--log_dir={folder}/run" in done.stderr and words in done.stderr, done.stderr
+    assert not list(folder.iterdir())
+    full = f"{fault.rpartition(':')[0]}:{errno.ENOSPC}"  # a start may make room
+    assert check(*flags, folder=tmp_path, LD_PRELOAD=str(shim), FAULT=f"{full}:{folder}").returncode == 0
 
 
 def test_a_default_that_was_edited_to_something_else_is_named_with_its_line(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from pretraining.config.grammar import OBJECT_STORAGE
 from pretraining.config.training import TrainConfig
 from pretraining.data.origin import check_tokenizer
 from pretraining.extensions.checks import check_folder
+from pretraining.extensions.preflight.file_system import check_file_system
 from pretraining.extensions.preflight.settings import PreflightConfig
 from pretraining.monitor.metrics import refuse_unusable
 from pretraining.parallel.processes import read_processes
@@ -151,7 +152,8 @@ def check_run_folder(config: TrainConfig) -> None:
     """Raise UserError if process 0 cannot write the run's folder and files."""
     if first_rank():
         folder = config.run_folder
-        check_folder(f"--log_dir={config.log_dir or folder}", folder)
+        subject = f"--log_dir={config.log_dir or folder}"
+        check_file_system(subject, check_folder(subject, folder))
         for name in ("metrics.jsonl", "config.json"):
             refuse_unusable(folder / name)
 
@@ -169,7 +171,7 @@ def check_output_folders(config: TrainConfig) -> None:
 
 def _check_written(name: str, config: TrainConfig) -> None:
     path = getattr(config, name)
-    check_folder(f"--{name}={path}", Path(path))
+    check_file_system(f"--{name}={path}", check_folder(f"--{name}={path}", Path(path)))
 
 
 INPUTS = (
