@@ -303,6 +303,7 @@ sys.exit(code) if code >= 0 else os.kill(os.getpid(), signal.SIGKILL)
         ended = bash(installed, command, ENDINGS=json.dumps(starts))
         assert ended.returncode == code, (name, ended.stderr)
         assert ended.stdout.split() == ["False", *["True"] * (count - 1)], (name, ended.stderr)
+        assert ("memory runs out" in ended.stderr) == any(each < 0 for each, _ in starts[:count]), (name, ended.stderr)
 
 
 @pytest.mark.slow

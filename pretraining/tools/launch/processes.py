@@ -180,5 +180,7 @@ class Launcher:
             time.sleep(0.1)
         failed = failed or next((process.returncode for process in processes if process.returncode), 0)
         if failed < 0:
-            print(f"a process of this host was ended by {signal.Signals(-failed).name}", file=sys.stderr, flush=True)
+            cause = "; the kernel sends it where memory runs out" if -failed == signal.SIGKILL else ""
+            name = signal.Signals(-failed).name
+            print(f"a process of this host was ended by {name}{cause}", file=sys.stderr, flush=True)
         return failed if failed >= 0 else 128 - failed
