@@ -53,7 +53,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
     try:
         Path.cwd()
         return main() or 0
-    except BrokenPipeError:
+    except (BrokenPipeError, ValueError):  # a UserError, whose text may have any word
         raise
     except Exception as error:
         if sys.flags.dev_mode or not (reason := lost_peer(error) or refusal(error)):

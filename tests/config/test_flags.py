@@ -270,6 +270,16 @@ def test_only_the_first_rank_speaks(capsys: pytest.CaptureFixture[str], monkeypa
     assert complaints(capsys, "--batch_sise=4")
 
 
+def test_a_mistake_about_a_file_whose_name_has_the_word_gloo_is_no_lost_process(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(**_: object) -> int:
+        raise UserError("/data/igloo: no such folder")
+
+    assert run(refuse, [DUMMY]) == 2
+    assert capsys.readouterr().err == "/data/igloo: no such folder\n"
+
+
 def test_each_rank_leaves_its_own_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXIT_CODES", str(tmp_path))
     monkeypatch.setenv("RANK", "1")
