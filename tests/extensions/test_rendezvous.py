@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
-from pretraining.extensions.rendezvous.meeting import Member, Verdict, compared_settings, judge
+from pretraining.extensions.rendezvous.meeting import Member, Verdict, compare, compared_settings, judge, open_store
+from pretraining.parallel.processes import NoPeersError, Processes
 from tests.data.corpora import write_flat
 from tests.parallel.launch import ROOT, environment
 from tests.ports import free_port
@@ -132,6 +137,78 @@ def test_a_mistake_that_was_printed_before_the_others_came_is_not_printed_again(
     (endings,) = train("torch", [(flags, flags)], tmp_path, after={late: "no such flag"})
     assert [ending.code for ending in endings] == [2, 2]
     assert [ending.output.count("no such flag") for ending in endings] == [int(rank != late) for rank in range(2)]
+
+
+def give_up_after(seconds: float) -> Callable[[Callable[[], str]], None]:
+    """Return what open_store calls again and again: it raises NoPeersError when the time is up."""
+    deadline = time.monotonic() + seconds
+
+    def wait(missing: Callable[[], str]) -> None:
+        if time.monotonic() > deadline:
+            raise NoPeersError(missing())
+        time.sleep(0.05)
+
+    return wait
+
+
+@pytest.mark.slow
+def test_process_0_of_several_hosts_listens_on_all_addresses_where_its_own_name_is_a_loopback_address() -> None:
+    processes = Processes(0, 2, 0, 1, True, "127.0.0.1", free_port())
+    assert open_store(processes, give_up_after(PATIENCE))
+    with socket.create_connection(("127.0.0.2", processes.port), timeout=PATIENCE):  # refused by a socket of 127.0.0.1
+        pass
+
+
+@pytest.mark.slow
+def test_process_0_asks_whether_an_address_that_does_not_lead_to_it_is_its_own() -> None:
+    with pytest.raises(NoPeersError, match=r"process 0 of 2 \(this one: is MASTER_ADDR an address of "):
+        open_store(Processes(0, 2, 0, 1, True, "192.0.2.1", free_port()), give_up_after(0))  # of RFC 5737: of no host
+
+
+def test_a_host_whose_own_name_is_a_loopback_address_names_the_variable_that_helps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "1"}
+    for name, value in (variables | {"MASTER_ADDR": "192.0.2.1"}).items():  # of RFC 5737: of no host
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    with pytest.raises(
+        UserError, match=r"localhost, the name of this host, is .*: set GLOO_SOCKET_IFNAME on every host"
+    ):
+        compare(TrainConfig(engine="torch", device="cpu"), {})
+
+
+@pytest.mark.slow
+def test_another_program_at_the_port_that_says_nothing_is_not_waited_for_without_an_end() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(NoPeersError, match="process 0 of 2"):
+        open_store(Processes(1, 2, 0, 1, True, "127.0.0.1", other.getsockname()[1]), give_up_after(3))
+
+
+@pytest.mark.slow
+def test_a_host_with_the_rank_of_another_waits_for_its_end_and_names_it() -> None:
+    processes = Processes(0, 2, 0, 1, True, "127.0.0.1", free_port())
+    assert open_store(processes, give_up_after(PATIENCE))
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    variables |= {"MASTER_ADDR": processes.address, "MASTER_PORT": str(processes.port)}
+
+    def start(host: str, timeout: int) -> subprocess.Popen[str]:
+        config = f"TrainConfig(engine='torch', device='cpu', collective_timeout={timeout})"
+        lines = [
+            f"import socket; socket.gethostname = lambda: {host!r}",
+            "from pretraining.config.training import TrainConfig",
+            "from pretraining.extensions import rendezvous",
+            f"rendezvous.EXTENSION.agree({config}, {{}})",
+        ]
+        command, both = [*python(), "-c", "; ".join(lines)], subprocess.PIPE
+        return subprocess.Popen(command, env=environment(**variables), cwd=ROOT, stdout=both, stderr=both, text=True)
+
+    with start("node2", 600) as first:
+        assert first.stdout and "waiting for the other processes" in first.stdout.readline()
+        with start("node3", 1) as second:
+            output = "".join(second.communicate(timeout=PATIENCE))
+        first.kill()
+    assert "NoPeersError: the end of process 1 of 2 on node2, whose rank (NODE_RANK) node3 has as well" in output
 
 
 def test_settings_that_may_differ_are_left_out_and_secrets_are_not_written() -> None:

@@ -19,6 +19,7 @@ from datetime import timedelta
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 from pretraining.config.declaration import settings_of
@@ -82,6 +83,7 @@ def compare(config: TrainConfig, data: Mapping[str, str]) -> None:
 
     processes = find_processes(is_xla=choose_engine(config)[0] == "xla")
     if processes.world_size > 1:
+        _check_own_name(processes)
         member = Member(socket.gethostname(), compared_settings(config) | code_facts() | dict(data))
         _Meeting(processes, config.collective_timeout).hold(member)
 
@@ -131,6 +133,28 @@ def code_facts() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             facts[f"version of {package}"] = version(package)
     return facts
+
+
+def _check_own_name(processes: Processes) -> None:
+    """Raise UserError if gloo would give the others a loopback address: it gives them that of the host's own name.
+
+    Debian's /etc/hosts has 127.0.1.1 for it. All processes may as well be on one machine, with MASTER_ADDR on loopback.
+    """
+    if processes.world_size == processes.local_world_size or os.environ.get("GLOO_SOCKET_IFNAME"):
+        return
+    name = socket.gethostname()
+    if (own := _loopback_address(name)) and not _loopback_address(processes.address):
+        remedy = "set GLOO_SOCKET_IFNAME on every host to the interface of their network, such as eth0"
+        raise UserError(f"{name}, the name of this host, is {own} here, where other hosts do not find it: {remedy}")
+
+
+def _loopback_address(name: str) -> str:
+    """Return the address of a name if it is a loopback address, otherwise ""."""
+    try:
+        address = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except socket.gaierror:
+        return ""
+    return address if ipaddress.ip_address(address.partition("%")[0]).is_loopback else ""
 
 
 # ---- What process 0 decides
@@ -220,8 +244,10 @@ class _Meeting:
 
             self._begin_waiting()
             self._store = open_store(self._processes, self._wait)
+            self._claim_rank(member.host)
             self._write(member._replace(has_printed=self.has_printed))
-            self._store.add(self._key("came"), 1)
+            if self._store.add(self._key("came", rank), 1) == 1:  # a start before this one may have come and gone
+                self._store.add(self._key("came"), 1)
             self._store.add(self._key("mistakes"), int(bool(member.mistake)))
             if rank == 0:
                 self._judge()
@@ -237,6 +263,13 @@ class _Meeting:
     def _begin_waiting(self) -> None:
         self._began = self._printed = time.monotonic()
         self._deadline = self._began + self._timeout
+
+    def _claim_rank(self, host: str) -> None:
+        """Wait while another host has this rank: one that this host replaces and whose run ends soon, or a mistake."""
+        rank, size = self._processes.rank, self._processes.world_size
+        while (other := self._store.compare_set(self._key("host", rank), "", host).decode()) != host:
+            who = f"{describe_processes([rank], size)} on {other}, whose rank (NODE_RANK) {host} has as well,"
+            self._wait(lambda who=who: f"the end of {who}")  # type: ignore[misc]
 
     def _write(self, member: Member) -> None:
         self._member = member
@@ -298,7 +331,10 @@ class _Meeting:
 
 
 def open_store(processes: Processes, wait: Callable[[Callable[[], str]], None]) -> Any:
-    """Return the store of this run; process 0 opens it, unless torchrun's agent has. wait: called until it is there."""
+    """Return the store of this run; process 0 opens it, unless torchrun's agent has. wait: called until it is there.
+
+    Process 0 is a client as well: where MASTER_ADDR does not lead to it, torch would print stacks for a minute.
+    """
     place = processes.address, processes.port
     if place in _STORES:
         return _STORES[place]
@@ -306,22 +342,43 @@ def open_store(processes: Processes, wait: Callable[[Callable[[], str]], None]) 
 
     options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True, "timeout": timedelta(seconds=STAY)}
     leads = processes.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    missing, listener = describe_processes([0], processes.world_size), None
     if leads:
-        options["master_listen_fd"] = _listen(processes).detach()
-    else:
-        while not _answers(processes):
-            wait(lambda: describe_processes([0], processes.world_size))
-    _STORES[place] = dist.TCPStore(*place, processes.world_size, leads, **options)  # type: ignore[attr-defined]
+        listener = _listen(processes)
+        missing += f" (this one: is MASTER_ADDR an address of {socket.gethostname()}?)"
+    while not _answers(processes):
+        wait(lambda: missing)
+    if listener:
+        options["master_listen_fd"] = listener.detach()
+
+    def open_it() -> None:
+        try:
+            opened.append(dist.TCPStore(*place, processes.world_size, leads, **options))  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            opened.append(error)
+
+    # A thread, because torch waits for ever where another program listens and says nothing
+    opened: list[Any] = []
+    Thread(target=open_it, name="store", daemon=True).start()
+    while not opened:
+        wait(lambda: missing)
+    if isinstance(opened[0], RuntimeError):
+        raise opened[0]
+    _STORES[place] = opened[0]
     return _STORES[place]
 
 
 def _listen(processes: Processes) -> socket.socket:
-    """Return the socket of the store; on the loopback address if that is process 0's, otherwise on all addresses."""
+    """Return the socket of the store; on a loopback address if that is process 0's, otherwise on all addresses.
+
+    Several hosts need all of them: on Debian a host's own name is 127.0.1.1 to the host itself.
+    """
     address, port = processes.address, processes.port
     family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     host = str(place[0])
     try:
-        if ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        is_one_host = processes.local_world_size == processes.world_size
+        if is_one_host and _loopback_address(host):
             return socket.create_server((host, port), family=family, backlog=4096)
         if socket.has_dualstack_ipv6():
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
