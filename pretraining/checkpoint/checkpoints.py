@@ -51,8 +51,8 @@ class Checkpoints:
         self._locks: list[FolderLock] = []
         self.newest: int | None = None  # newest step that is committed, or being written
         self._before: int | None = None  # the one before it
-        self._failures = 0  # saves in a row
-        self._base = ""  # Start.digest of the run
+        self._failures, self._base = 0, ""  # of saves to `folder` in a row; Start.digest of the run
+        self._saved_to: Place | None = None  # by the last save
         self._background = config.background_saves(self._peers)
         self._peers.lead(lambda: self._claim(log_dir))
         self._places: list[Place] = config.checkpoint_places()
@@ -115,13 +115,14 @@ class Checkpoints:
         """Save `state`, or start to: with async_checkpointing it may change as soon as this returns.
 
         asked: by a signal or the clock, which save to `folder` after any step. Does nothing if checkpoint_interval is 0
-        or the step is saved already. A failed save is printed; ckpt_max_failures in a row raise SaveFailedError.
+        or the step is saved already. A failed save is printed; ckpt_max_failures in a row to `folder` raise
+        SaveFailedError.
         """
         self.wait()
         if not self._config.checkpoint_interval or step == self.newest:
             return
         began, place = time.perf_counter(), None if asked or self._config.saves_at(step) else self._place(step)
-        plan = place.plan_save if place else partial(PendingSave, self.folder)
+        self._saved_to, plan = place, place.plan_save if place else partial(PendingSave, self.folder)
         dtype, workers = DTYPES_ON_DISK[self._config.checkpoint_dtype], self._config.ckpt_io_workers
         try:
             facts = replace(facts, step=step, base=self._base)
@@ -136,7 +137,7 @@ class Checkpoints:
 
     def _finish(self, pending: PendingSave, began: float, place: Place | None) -> None:
         path = pending.write()
-        self._failures = 0
+        self._failures = self._failures if place else 0
         self._peers.say(f"saved {path} in {time.perf_counter() - began:.1f} s")
         place.retain() if place else self._retain()
 
@@ -158,9 +159,9 @@ class Checkpoints:
             self._failed(error)
 
     def _failed(self, error: OSError) -> None:
-        self._failures += 1
-        self._peers.say(f"saving to {self.folder} failed: {error}; earlier checkpoints are untouched")
-        if self._failures >= self._config.ckpt_max_failures:
+        self._failures += not self._saved_to  # another place is one more: the run goes on without it
+        self._peers.say(f"saving to {self._saved_to or self.folder} failed: {error}; earlier checkpoints are untouched")
+        if not self._saved_to and self._failures >= self._config.ckpt_max_failures:
             raise SaveFailedError(f"{self._failures} saves in a row failed, the last one with: {error}") from error
 
     def close(self) -> None:

@@ -437,8 +437,8 @@ class TrainConfig:
     ckpt_io_workers: Annotated[int, AtLeast(1, below=4096), Resume.FREE, PER_HOST] = 8
     """Threads per process that hash and write, or read and verify, a checkpoint. The files do not depend on it."""
     ckpt_max_failures: Annotated[int, AtLeast(1), Resume.FREE] = 3
-    """Consecutive saves that may fail (because the disk is full, for example) before the run stops. The last good
-    checkpoint is not touched."""
+    """Consecutive saves to ckpt_save_path that may fail (because the disk is full, for example) before the run stops.
+    The last good checkpoint is not touched."""
 
     # ---- Logging and profiling
     run_name: Annotated[str, NAME, Resume.FREE, COMMON] = ""

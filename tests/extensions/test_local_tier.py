@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pretraining.checkpoint.checkpoints import SaveFailedError
 from pretraining.checkpoint.folder import find_checkpoints
 from pretraining.checkpoint.restoring import check_starting_point
 from pretraining.config.errors import UserError
@@ -82,6 +84,31 @@ def test_a_corrupt_local_checkpoint_is_one_line_and_the_run_continues_from_the_o
     config = small_config(tmp_path, **settings(tmp_path, resume="must"))
     facts = check_starting_point(config, tmp_path, parameter_shapes(config))
     assert facts and facts.step == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_a_full_local_disk_is_named_and_ends_no_run_whose_other_folder_still_counts_its_failures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], background: bool
+) -> None:
+    fsync = os.fsync
+
+    def fill_disk(name: str) -> None:
+        def fail(file: int) -> None:
+            if f"/{name}" in str(Path(f"/proc/self/fd/{file}").readlink()):
+                raise OSError(28, "No space left on device")
+            fsync(file)
+
+        monkeypatch.setattr("os.fsync", fail)
+
+    fill_disk("local")
+    assert len(run(tmp_path, num_steps=10, async_checkpointing=background)) == 8
+    output = capsys.readouterr().out
+    assert output.count(f"saving to {tmp_path}/local failed: [Errno 28] No space left on device") == 6
+    assert names(tmp_path / "checkpoints") == ["step_8", "step_4"] and not names(tmp_path / "local")
+    fill_disk("checkpoints")
+    with pytest.raises(SaveFailedError, match="2 saves in a row failed"):  # saves between them do not fail
+        run(tmp_path, 20, num_steps=20, ckpt_max_failures=2, async_checkpointing=background)
 
 
 def test_local_checkpoints_alone_count_for_resume_and_the_folder_is_another_one(tmp_path: Path) -> None:

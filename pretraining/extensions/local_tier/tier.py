@@ -27,6 +27,9 @@ class LocalTier:
         self._lock: FolderLock | None = None
         self._save: type[PendingSave] = PendingSave  # with several hosts HostSave
 
+    def __str__(self) -> str:
+        return str(self.folder)
+
     def open(self, peers: Peers) -> None:
         """Lock the folder. Raises UserError if it cannot be written, or another host has the same."""
         self._peers = peers
