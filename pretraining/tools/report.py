@@ -14,6 +14,7 @@ import json
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -49,6 +50,9 @@ SILENT = 300.0  # s without a sign of life, after which a run is not running any
 FEW_POINTS = 20  # of a curve that is drawn with markers: a line of one point would not be seen
 MOST_POINTS = 20_000  # of a curve: a million reports would make a page of 260 MB
 DASHES = ("solid", "dash", "dot", "dashdot")
+TITLED = 4  # runs that the title names; tables and curves name all
+SHORT = 16  # characters of a name that has half the width of a telephone in the legend
+MOST_ROWS = 20  # of a legend, which is scrolled if it has more
 COLOURS = ("#3b7dd8", "#e0662f", "#3a9d4c", "#9a5cf5", "#b8890b", "#14989a", "#cf3f7c", "#808080")
 
 
@@ -133,6 +137,11 @@ def serve_page(folders: Sequence[Path], port: int) -> int:
             self.end_headers()
             self.wfile.write(body)
 
+        def do_HEAD(self) -> None:
+            """Answer the page of a browser that asks whether the server is there."""
+            self.send_response(200 if self.path == "/" else 404)
+            self.end_headers()
+
         def log_message(self, format: str, *args: Any) -> None:
             """Print no line for each request."""
 
@@ -151,14 +160,15 @@ def serve_page(folders: Sequence[Path], port: int) -> int:
 
 
 def read_runs(folders: Sequence[Path]) -> dict[Path, Run]:
-    """Return the runs that can be read, and print why the others cannot."""
+    """Return the runs that can be read, and print why the others cannot. Those of one name have their path as name."""
     runs: dict[Path, Run] = {}
     for folder in folders:
         try:
             runs[folder] = read_run(folder)
         except UserError as error:
             print(f"left out: {error}", file=sys.stderr)
-    return runs
+    names = Counter(run.name for run in runs.values())
+    return {folder: run._replace(name=str(folder)) if names[run.name] > 1 else run for folder, run in runs.items()}
 
 
 def read_run(folder: Path) -> Run:
@@ -220,9 +230,10 @@ def html_page(runs: Sequence[Run], refresh: int = 0) -> str:
         _figure(chart, _curves(chart, runs)) for chart in (*CHARTS, *(_by_name(runs, prefix) for prefix in BY_NAME))
     ]
     figures += [_figure(MIXTURE._replace(title=f"{MIXTURE.title}: {run.name}"), _mixture(run)) for run in runs]
+    names = [run.name for run in runs]
     curves = f"[{','.join(figure.to_json() for figure in figures if figure.data)}]"
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
-        title=html.escape(f"Training: {', '.join(run.name for run in runs)}"),
+        title=html.escape(f"Training: {', '.join(names) if len(names) <= TITLED else f'{len(names)} runs'}"),
         summary=_summary(runs),
         details=_thinning(runs) + _speed(runs) + _starts(runs) + _account(runs) + _differences(runs),
         curves=curves.replace("<", r"\u003c"),  # a name may not end the element
@@ -243,19 +254,20 @@ def _figure(chart: Chart, curves: Sequence[Scatter]) -> Figure:
         "tickformat": chart.form,
         "automargin": True,
     }
-    lines = {"gridcolor": "rgba(128,128,128,0.25)", "zeroline": False, "nticks": 6}
+    lines = {"gridcolor": "rgba(128,128,128,0.25)", "zeroline": False}
     shown, note = _range(chart, curves)
-    legend = 20 * -(-len(curves) // 2)  # pixels: two names to a row on a telephone
+    in_row = 2 if all(len(curve.name) <= SHORT for curve in curves) else 1  # on a telephone
+    legend = 10 + 20 * min(-(-len(curves) // in_row), MOST_ROWS)  # pixels
     layout = {
         "template": "none",
         "meta": {"smooth": chart.smooth},
         "title": {"text": chart.title + note, "x": 0.02, "y": 0.93 if note else 0.96, "font": {"size": 15}},
         "xaxis": lines,
         "yaxis": lines | axis | shown,
-        "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom"},
+        "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "maxheight": legend},
         "showlegend": True,
-        "height": 300 + legend,
-        "margin": {"t": 60, "r": 10, "l": 60, "b": 60 + legend},
+        "height": 290 + legend,
+        "margin": {"t": 60, "r": 10, "l": 60, "b": 50 + legend},
         "hovermode": "x unified",
         "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "#888"},
         "hoverlabel": {"bgcolor": "#fff", "font": {"color": "#222"}},
@@ -338,7 +350,9 @@ def _curve(run: Run, points: Mapping[int, float], label: str, number: int, dash:
     meta = {"values": list(points.values()), "step": list(points)}
     for name, known in run.places.items():
         meta[name] = np.interp(list(points), list(known), list(known.values())).tolist()
-    line = {"color": COLOURS[number % len(COLOURS)], "dash": dash, "width": 1.5}
+    further = f"hsl({(number + 1) * 137.5 % 360:g},90%,45%)"  # by the golden angle
+    colour = COLOURS[number] if number < len(COLOURS) else further
+    line = {"color": colour, "dash": dash, "width": 1.5}
     mode = "lines+markers" if len(points) < FEW_POINTS else "lines"
     return Scatter(name=label, mode=mode, line=line, meta=meta)
 

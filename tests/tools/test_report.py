@@ -13,7 +13,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
@@ -94,15 +94,19 @@ def test_a_watched_page_shows_the_runs_as_they_stand(tmp_path: Path) -> None:
     # A shell's background job ignores SIGINT, and so would what it starts
     obey = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=obey) as server:  # noqa: PLW1509
-        assert server.stdout
-        address = server.stdout.readline().split()[0]
-        before = Page(urlopen(address).read().decode())
-        with (folder / "metrics.jsonl").open("a") as file:
-            file.write('{"step": 3, "loss": 0.125}\n')
-        after = Page(urlopen(address).read().decode())
-        taken = [*command[:-1], f"--port={urlsplit(address).port}"]
-        assert subprocess.run(taken, stderr=subprocess.DEVNULL, check=False).returncode == 2
-        server.send_signal(signal.SIGINT)
+        try:
+            assert server.stdout
+            address = server.stdout.readline().split()[0]
+            with urlopen(Request(address, method="HEAD")) as answer:  # by which a page learns that the server is there
+                assert (answer.status, answer.read()) == (200, b"")
+            before = Page(urlopen(address).read().decode())
+            with (folder / "metrics.jsonl").open("a") as file:
+                file.write('{"step": 3, "loss": 0.125}\n')
+            after = Page(urlopen(address).read().decode())
+            taken = [*command[:-1], f"--port={urlsplit(address).port}"]
+            assert subprocess.run(taken, stderr=subprocess.DEVNULL, check=False).returncode == 2
+        finally:
+            server.send_signal(signal.SIGINT)
     assert server.returncode == 0
     shown = [page.figures[0]["data"][0]["meta"]["values"] for page in (before, after)]
     assert shown == [[9.0, 4.5], [9.0, 4.5, 0.125]]
@@ -124,6 +128,39 @@ def test_a_folder_that_is_no_run_is_named_and_the_others_are_shown(
     assert main([str(other), str(damaged), str(shown)]) == 0
     assert capsys.readouterr().err.count("left out:") == 2
     assert (shown / "report.html").exists()
+
+
+def test_runs_of_the_same_name_are_told_apart_by_their_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        with (run(tmp_path / name / "run", 3, 1e-3) / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 3, "account": {"train": 60.0, "time": 1e9}}\n')
+    run(tmp_path / "other", 3, 1e-3)
+    assert main(["a/run", "b/run", "other", "--output=page.html"]) == 0
+    page = Page((tmp_path / "page.html").read_text())
+    assert page.texts["h1"] == ["Training: a/run, b/run, other"]
+    assert [curve["name"] for curve in page.figures[0]["data"]][::2] == ["a/run", "b/run", "other"]
+    assert page.texts["td"].count("1m00s") == 4  # two rows of the account: its sum, and training
+
+
+def test_each_of_many_runs_has_a_colour_and_its_line_of_the_legend(tmp_path: Path) -> None:
+    number = 12
+    long, short = (
+        [run(tmp_path / f"{name}{i}", 3, 1e-3) for i in range(number)] for name in ("long_name_of_run_", "r")
+    )
+    figures = {}
+    for folders in (long, short):
+        assert main([*map(str, folders), f"--output={tmp_path / 'page.html'}"]) == 0
+        page = Page((tmp_path / "page.html").read_text())
+        assert page.texts["h1"] == ["Training: 12 runs"]
+        figures[folders[0]] = next(one for one in page.figures if one["layout"]["title"]["text"] == "Learning rate")
+    one, two = (figures[folders[0]] for folders in (long, short))
+    assert len({curve["line"]["color"] for curve in one["data"]}) == number
+    for figure, rows in ((one, number), (two, number / 2)):  # of 19 pixels; a short name has half of the width
+        legend = figure["layout"]["legend"]["maxheight"]
+        assert 19 * rows < legend < 22 * rows
+        assert figure["layout"]["height"] - legend == 290 and figure["layout"]["margin"]["b"] - legend == 50
 
 
 @pytest.mark.parametrize(
