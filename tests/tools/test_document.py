@@ -44,7 +44,8 @@ def test_the_guide_is_short_and_links_to_its_sections_and_to_every_page() -> Non
 
 @complete  # docs/extensions.md leads to every folder
 def test_links_between_the_pages_lead_to_files_and_headings() -> None:
-    for page in (CONFIGS, ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS):
+    notebook = ROOT / "docs" / "notebook.ipynb"
+    for page in (CONFIGS, ROOT / "README.md", ROOT / "CONTRIBUTING.md", notebook, *DOCS):
         for name, anchor in re.findall(r"\]\((?!http)([^)#\s]*)#?([\w-]*)\)", page.read_text()):
             target = page.parent / name if name else page
             assert target.exists(), (page, name)
