@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from ctypes.util import find_library
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from main_training import CONFIGURATION, configure
-from pretraining.config.errors import ConfigError
+from main_training import CONFIGURATION, configure, train
+from pretraining.config.errors import ConfigError, UserError
 from pretraining.extensions.preflight import EXTENSION, defaults
 from tests.parallel.launch import ROOT, environment
 from tests.ports import free_port
@@ -187,6 +188,14 @@ def test_aim_needs_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("pretraining.extensions.trackers.settings.find_spec", lambda name: object())
     monkeypatch.setenv("HOME", str(tmp_path))
     assert configure({**DUMMY, "log_dir": str(tmp_path), "tracker": "aim"})
+
+
+def test_a_run_in_a_thread_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    settings = {"model_variant": "tiny", "use_dummy_dataset": True, "engine": "torch", "log_dir": tmp_path / "runs"}
+    with ThreadPoolExecutor(1, "worker") as threads:
+        error = threads.submit(train, settings).exception()
+    assert isinstance(error, UserError) and "worker_0: call train in the main thread" in str(error)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_the_xla_engine_is_refused_in_a_process_that_has_trained_without_it(tmp_path: Path) -> None:

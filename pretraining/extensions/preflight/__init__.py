@@ -5,6 +5,7 @@ A start also lists the defaults that people have edited, beside the flags.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,13 @@ if TYPE_CHECKING:
 
 
 def stop_after_checks(config: PreflightConfig) -> int | None:
-    """Print that nothing is wrong, and return 0, if the configuration asks for the checks alone."""
+    """Print that nothing is wrong, and return 0, if the configuration asks for the checks alone.
+
+    Raises UserError in a thread: Python gives signals to the main thread alone, and only that may handle them.
+    """
     if not config.check:
+        if config.trains and (thread := threading.current_thread()) is not threading.main_thread():
+            raise UserError(f"a run cannot start in {thread.name}: call train in the main thread, or start a process")
         if config.trains and first_rank() and (edited := edited_defaults(config)):
             print("\n".join(edited), flush=True)
         return None
