@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import shutil
 import sys
 import textwrap
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from pretraining.config.declaration import OneOf, Setting, settings_of
 from pretraining.config.extension import COMBINED, Extension
 from pretraining.config.training import TrainConfig
 
-WIDTH = 100  # columns of --help
+WIDTH, NARROWEST = 100, 40  # columns of --help, which a terminal may narrow
 
 
 class Field(NamedTuple):
@@ -89,7 +90,7 @@ def help_text(word: str = "", configuration: type = TrainConfig) -> str:
     lines = [
         "python main_training.py --name=value ...",
         "",
-        "Also: --name value; --name and --no-name for True and False. The last of a repeated flag counts.",
+        *_wrapped("Also: --name value; --name and --no-name for True and False. The last of a repeated flag counts."),
         "",
     ]
     settings, count = settings_of(configuration), 0
@@ -102,7 +103,12 @@ def help_text(word: str = "", configuration: type = TrainConfig) -> str:
         )
         count += len(shown)
     more = f"{count} of {len(settings)} settings; --help=all shows all, --help=WORD those with WORD in name or text."
-    return "\n".join([*lines, more])
+    return "\n".join([*lines, *_wrapped(more)])
+
+
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    width = min(max(shutil.get_terminal_size((WIDTH, 24)).columns, NARROWEST), WIDTH)
+    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)
 
 
 def _is_shown(field: Field, word: str, setting: Setting) -> bool:
@@ -114,7 +120,7 @@ def _is_shown(field: Field, word: str, setting: Setting) -> bool:
 def _help_lines(field: Field, setting: Setting) -> list[str]:
     text = f"({type_words(setting)}) {field.text}{needs_words(setting)}"
     head = f"  --{field.name}={field.default.strip(chr(34))}"
-    return [head, *textwrap.wrap(text, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)]
+    return [head, *_wrapped(text, " " * 6)]
 
 
 @dataclass(frozen=True)

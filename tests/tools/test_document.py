@@ -111,11 +111,14 @@ def test_every_field_is_documented_once_with_its_default_and_a_sentence() -> Non
         assert len(field.text) > 20 and field.text.endswith("."), field.name
 
 
-def test_choices_and_ranges_are_part_of_the_help_which_fits_a_terminal() -> None:
+def test_choices_and_ranges_are_part_of_the_help_which_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     words = " ".join(help_text("all", CONFIGURATION).split())
     for setting in settings_of(CONFIGURATION).values():
         assert f"({type_words(setting)})" in words, setting.name
     assert max(map(len, help_text("all", CONFIGURATION).splitlines())) <= 100
+    monkeypatch.setenv("COLUMNS", "60")
+    assert max(map(len, help_text("all", CONFIGURATION).splitlines())) <= 60
 
 
 BEGIN, END = "<!-- begin t: python -m pretraining.tools.document --write -->", "<!-- end t -->"
