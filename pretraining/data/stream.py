@@ -533,8 +533,7 @@ def _extent(
 
     Training has num_epochs passes over all datasets together, validation and test have one.
     """
-    rows = rank_slice.global_rows
-    tokens = sum(corpus.tokens for corpus in corpora)
+    rows, tokens = rank_slice.global_rows, sum(corpus.tokens for corpus in corpora)
     if split == "train":
         return (None if config.num_epochs is None else config.num_epochs * tokens // length), None
     sequences = tokens // length

@@ -57,8 +57,7 @@ def open_streams(
     if last_step is not None and last_step < config.num_steps:
         config = replace(config, num_steps=last_step)
         train = open_stream(config, *ranks, state=state)
-    splits = config.held_out_splits()
-    held_out = {split: open_stream(config, *ranks, split, own=own.get(split)) for split in splits}
+    held_out = {split: open_stream(config, *ranks, split, own=own.get(split)) for split in config.held_out_splits()}
     return config, {"train": train, **held_out}
 
 
