@@ -2,7 +2,7 @@
 
 Pure arithmetic: the rate is a function of the step. Steps are 0-based optimizer updates; the returned value is the one
 that update uses. Formulas: NeMo 1.14 `core/optim/lr_scheduler.py` unless a docstring names another source. After its
-total every schedule keeps its last value.
+total a schedule keeps its last value unless its docstring says what follows.
 """
 
 from __future__ import annotations

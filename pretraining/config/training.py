@@ -284,7 +284,8 @@ class TrainConfig:
     """Warm-up as a fraction of the steps of the schedule; instead of lr_warmup_steps. Elsewhere: warmup_ratio,
     lr_warmup_fraction."""
     lr_decay_steps: Annotated[int | None, AtLeast(1), Resume.RATE] = None
-    """Optimizer steps of the schedule; later steps keep its last rate. None: num_steps. Elsewhere: lr_decay_iters."""
+    """Optimizer steps of the schedule; later steps keep its last rate, unless the table of schedules says otherwise (of
+    constant: min_lr). None: num_steps. Elsewhere: lr_decay_iters."""
     lr_hold_steps: Annotated[int, AtLeast(0), Resume.RATE] = 0
     """Optimizer steps at the peak after the warm-up: wsd, and schedules whose names end in _hold."""
     lr_constant_steps: Annotated[int, AtLeast(0), Resume.RATE] = 0

@@ -68,6 +68,11 @@ VECTORS: list[tuple[dict[str, Any], dict[int, float]]] = [
         {**SHORT, "lr_schedule": "deepspeed_warmup_decay"},
         {0: 0.0, 1: 0.0, 4: math.log10(4), 10: 1.0, 11: 1.0, 61: 0.5, 110: 0.01, 111: 0.0},
     ),
+    # after 40 steps again, over 80 of which 40 are past, then over 120
+    (
+        {"lr_schedule": "poly", "learning_rate": 1.0, "lr_decay_steps": 40, "lr_cycle": True, "num_steps": 120},
+        {0: 1.0, 20: 0.5, 40: 0.0, 41: 39 / 80, 60: 0.25, 80: 0.0, 90: 0.25, 120: 0.0},
+    ),
     ({**SHORT, "lr_schedule": "poly_hold", "lr_hold_steps": 20}, {10: 1.0, 30: 1.0, 70: 0.5, 110: 0.0}),
     ({**SHORT, "lr_schedule": "neox_linear"}, {0: 0.1, 1: 0.1, 5: 0.5, 10: 1.0, 60: 0.5, 110: 0.0}),
     ({**SHORT, "lr_schedule": "neox_linear", "min_lr": 0.6}, {10: 1.0, 60: 0.6, 110: 0.6}),

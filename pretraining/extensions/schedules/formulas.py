@@ -1,7 +1,7 @@
 """Formulas of further learning rate schedules: see config/schedules.py.
 
 Formulas: NeMo 1.14 `core/optim/lr_scheduler.py` unless a docstring names another source. After its total every schedule
-keeps its last value (GPT-NeoX's cosine rises again), except the inverse square root of the hybrid one.
+keeps its last value (GPT-NeoX's cosine rises again) unless its docstring says what follows.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ def linear_warmup_decay(step: int, s: Curve) -> float:
 
 @after_warmup
 def inverse_sqrt(step: int, s: Curve) -> float:
-    """`InverseSquareRootAnnealing`: peak / sqrt((step + 1) / (warmup + 1))."""
+    """`InverseSquareRootAnnealing`: peak / sqrt((step + 1) / (warmup + 1)); after the total, the floor."""
     return s.floor if step > s.total else s.peak / math.sqrt((step + 1) / (s.warmup + 1))
 
 
 @after_warmup
 def poly(step: int, s: Curve) -> float:
-    """`PolynomialDecayAnnealing`: (peak - floor) (1 - share done)^power + floor; with lr_cycle, again and again."""
+    """`PolynomialDecayAnnealing`: (peak - floor) (1 - share done)^power + floor; with lr_cycle, again and again.
+
+    NeMo, which has no steps after its total, never begins again.
+    """
     return polynomial(step, s, s.warmup)
 
 
 def polynomial(step: int, s: Curve, begin: float) -> float:
     """Return the rate of a polynomial that begins at step `begin`."""
     done, length = step - begin, s.total - begin
-    if step > s.total:
-        return s.floor
     if s.more["lr_cycle"]:
         length *= max(1, math.ceil(done / length))
     return (s.peak - s.floor) * (1 - min(done, length) / length) ** s.more["lr_power"] + s.floor
@@ -75,7 +76,7 @@ def _annealed(step: int, s: Curve, value: Callable[[float], float]) -> float:
 
 
 def noam(step: int, s: Curve) -> float:
-    """`NoamAnnealing` (Vaswani et al. 2017): peak / sqrt(d_model) x min(1 / sqrt(step), step / warmup^1.5)."""
+    """`NoamAnnealing` (Vaswani et al. 2017): peak / sqrt(d_model) x min(step^-0.5, step / warmup^1.5), without end."""
     count = max(1, step)
     slope = min(count**-0.5, count * s.warmup**-1.5) if s.warmup else count**-0.5
     rate = s.peak * s.more["lr_d_model"] ** -0.5 * slope
@@ -84,7 +85,7 @@ def noam(step: int, s: Curve) -> float:
 
 @after_warmup
 def noam_hold(step: int, s: Curve) -> float:
-    """`NoamHoldAnnealing`: the peak for `hold` steps, then peak x warmup^r / (step - hold)^r, r the decay rate."""
+    """`NoamHoldAnnealing`: peak for `hold` steps, then peak x (warmup / (step - hold))^rate; then the floor."""
     if step < s.warmup + s.hold:
         return s.peak
     if step > s.total:

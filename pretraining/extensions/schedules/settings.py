@@ -55,9 +55,9 @@ class SchedulesConfig(TrainConfig):
     lr_power: Annotated[float, Above(0), Resume.RATE] = 1.0
     """Schedules of polynomials: exponent of the fraction of the steps that is left."""
     lr_cycle: Annotated[bool, Resume.RATE] = False
-    """Schedules of polynomials: start again after the steps of the schedule, with a longer decay each time."""
+    """Schedules of polynomials: start again after lr_decay_steps, from a lower rate with a longer decay each time."""
     lr_cooldown_steps: Annotated[int, AtLeast(0), Resume.RATE] = 0
-    """Last optimizer steps of num_steps, in which the rate falls in a straight line to 0."""
+    """hybrid_cosine_inv_sqrt: last optimizer steps of num_steps, in which the rate falls in a straight line to 0."""
     lr_gamma: Annotated[float | None, Above(0, at_most=1), Resume.RATE] = None
     """step, exponential_lr: factor that the rate is multiplied by; required there."""
     lr_step_size: Annotated[int | None, AtLeast(1), Resume.RATE] = None
