@@ -47,6 +47,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"checkpoint_seconds": 60}, "--checkpoint_seconds=60 .*checkpoint_interval=0"),
     # fp16, fp8
     ({"precision": "fp16", "loss_scale": 8.0, "loss_scale_window": 5}, "loss_scale_window=5 +is for the dynamic"),
+    (
+        {"precision": "fp16", "min_loss_scale": 9.0, "initial_scale_power": 3},
+        "min_loss_scale=9.0 +is above the first scale.*initial_scale_power=3",
+    ),
     ({**FP8, "intermediate_size": 200}, "intermediate_size=200 +is not a multiple of 16.*use 192 or 208"),
     (
         {**FP8, "tensor_parallel_size": 4, "intermediate_size": 160, "num_kv_heads": 8, "head_dim": 16},
@@ -72,6 +76,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ckpt_local_path": "s3://b/n", "checkpoint_interval": 9}, "--ckpt_local_path=s3://b/n .*a local path"),
     ({"ckpt_local_path": "fast"}, "--ckpt_local_path=fast .*give an interval in steps"),
     # lora
+    ({**LORA, "lora_load_tag": "step_8"}, "--lora_load_tag=step_8 .*needs --lora_load_path"),
     ({**LORA, "lora_target_modules": "proj"}, "=proj .*matches no projection; .*q_proj, k_proj"),
     ({**LORA, "lora_target_modules": "q_pro"}, "=q_pro .*matches no projection"),
     ({**LORA, "lora_target_modules": "q_proj,typo"}, "=q_proj,typo .*contains typo, which matches no"),

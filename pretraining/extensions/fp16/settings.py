@@ -63,7 +63,10 @@ class Float16Config(TrainConfig):
 
 
 def check_loss_scale(config: Float16Config) -> Iterator[Problem]:
-    """A fixed loss scale has no dynamics."""
+    """A fixed loss scale has no dynamics, and a dynamic one begins at its smallest or above."""
+    if not config.loss_scale and config.min_loss_scale > 2**config.initial_scale_power:
+        remedy = f"is above the first scale, 2 to the power of initial_scale_power={config.initial_scale_power}"
+        yield problem(config, "min_loss_scale", f"{remedy}; lower it, or raise initial_scale_power")
     for name in ("initial_scale_power", "loss_scale_window", "loss_scale_hysteresis", "min_loss_scale"):
         if config.loss_scale and getattr(config, name) != settings_of(Float16Config)[name].default:
             remedy = f"is for the dynamic loss scale, and loss_scale={config.loss_scale} is fixed; remove one"

@@ -47,7 +47,7 @@ class LoraConfig(TrainConfig):
     lora_load_path: Annotated[str, Needs("lora_rank")] = ""
     """Folder of an adapter in PEFT's format (adapter_model.safetensors) to start from. Its rank, scale, projections,
     biases and modules are taken over where no flag gives them. Empty: a new one."""
-    lora_load_tag: Annotated[str, Needs("lora_rank")] = ""
+    lora_load_tag: Annotated[str, Needs("lora_load_path")] = ""
     """Sub-folder of lora_load_path. Empty: none."""
 
     @property
