@@ -394,7 +394,7 @@ def open_stream(
     if split == "train":
         _check_batch(datasets, corpora, schedule, rank_slice.global_rows * tokens)
     first_state = open_state(
-        _order_settings(config, special, source.shares),
+        order_settings(config, special, source.shares),
         {
             dataset.name: {"share": count, "fingerprint": dataset.fingerprint, TOKENIZER: dataset.tokenizer}
             for dataset, count in zip(datasets, schedule.counts, strict=True)
@@ -489,7 +489,7 @@ def _order(config: TrainConfig, special: SpecialTokens, name: str, boundaries: b
     return DocumentOrder(key, shuffled, special.eos, special.bos, boundaries)
 
 
-def _order_settings(config: TrainConfig, special: SpecialTokens, shares: str) -> dict[str, Any]:
+def order_settings(config: TrainConfig, special: SpecialTokens, shares: str) -> dict[str, Any]:
     """Return every setting that the order of all datasets depends on, by the name of its flag."""
     names = ("seed", "seq_length", "logical_shards", "shuffle", "max_samples", "strip_tokens")
     return {

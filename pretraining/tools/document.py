@@ -24,6 +24,8 @@ from pretraining.config.optimizers import FLAGS
 from pretraining.config.script import exit_with
 from pretraining.config.support import limits_of
 from pretraining.config.variants import VARIANTS
+from pretraining.data.datasets import SpecialTokens
+from pretraining.data.stream import order_settings
 from pretraining.tools.help import Field, documented_fields, needs_words, type_words
 from pretraining.tools.importing.migration import migration_tables
 
@@ -32,6 +34,7 @@ ROOT = Path(__file__).parents[2]
 CONFIGS, DOCS = ROOT / "configs.md", ROOT / "docs"
 REFERENCE, EXTENSIONS, MIGRATING = DOCS / "settings.md", DOCS / "extensions.md", DOCS / "migrating.md"
 PAGES = (CONFIGS, REFERENCE, EXTENSIONS, MIGRATING)
+CHANGED_DATA = "refused unless accept_data_changes is True, because the data or their order would be others"
 
 
 def tables_of(page: Path) -> dict[str, str]:
@@ -109,10 +112,15 @@ def support_table() -> str:
 
 def resume_table() -> str:
     """Return what happens to each setting that differs from the checkpoint's when a run continues."""
+    order = order_settings(CONFIGURATION(), SpecialTokens(eos=None, bos=None, bol=None, eol=None, origin=""), "")
+    data = {"datasets", "weights", "sep_token", *order}
     rows = []
     for policy in Resume:
         names = [f"`{name}`" for name, setting in SETTINGS.items() if setting.resume is policy]
-        rows.append(f"{policy.value} | {'all others' if policy is Resume.NOTE else ', '.join(names)}")
+        if policy is Resume.NOTE:
+            rows.append(f"{CHANGED_DATA} | {', '.join(name for name in names if name.strip('`') in data)}")
+            names = ["all others"]
+        rows.append(f"{policy.value} | {', '.join(names)}")
     return f"### Changes when a run continues\n\n{markdown_table('a change is | flags', rows)}"
 
 

@@ -14,7 +14,7 @@ from pretraining.config.flags import read
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS
 from pretraining.parallel.recompute import block_mask, scan_plan
-from pretraining.tools.document import CONFIGS, MIGRATING, PAGES, ROOT, fill_tables, main, tables_of
+from pretraining.tools.document import CONFIGS, MIGRATING, PAGES, ROOT, fill_tables, main, resume_table, tables_of
 from pretraining.tools.help import documented_fields, fields_in, help_text, type_words
 from tests.selection import complete
 
@@ -66,6 +66,11 @@ def test_every_command_of_the_pages_is_valid(words: list[str]) -> None:
     assert not line.problems
     if "import_config" not in line.flags:
         configure(line.flags, report=False)
+
+
+def test_settings_of_the_data_are_none_that_a_resumed_run_may_change() -> None:
+    (row,) = re.findall(r"^\| refused unless accept_data_changes.*$", resume_table(), re.MULTILINE)
+    assert {"seed", "seq_length", "sep_token", "split", "weights"} <= set(re.findall(r"`(\w+)`", row))
 
 
 def test_the_sizes_of_the_variants_are_their_parameters() -> None:

@@ -26,7 +26,7 @@ class OtherWeightsConfig(TrainConfig):
     strict_load: Annotated[bool, Resume.FREE] = True
     """True: the tensors in ckpt_load_path must be exactly those of the model, and its norm_eps and rotary settings
     those of this run; adapters continue only on the weights that they were trained on. False: load the tensors that
-    both have, and print the differences."""
+    both have, and print the differences; dimensions, such as num_layers and vocab_size, must be the same even then."""
 
     def start(self, folder: Any) -> Any:
         """See TrainConfig."""

@@ -23,7 +23,7 @@ class ProfilerConfig(TrainConfig):
     profiler_rank0_only: Annotated[bool, Resume.FREE] = True
     """True: only process 0 writes a trace. False: every process does."""
     profile_start_step: Annotated[int, AtLeast(1), Resume.FREE] = 5
-    """First traced step, 1-based."""
+    """First traced step, 1-based. A run that continues from this step or a later one traces none."""
     profile_num_steps: Annotated[int, AtLeast(1), Resume.FREE] = 3
     """Number of traced steps."""
     memory_profiling: Annotated[bool, Needs("use_profiler"), Resume.FREE] = False
