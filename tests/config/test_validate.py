@@ -140,7 +140,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
 
 def test_a_name_is_no_path() -> None:
     names = {"run_name": "~", "tracker_project_name": "~team/models", "tracker_run_id": "a://b"}
-    assert not found(**{name: text for name, text in names.items() if name in SETTINGS})
+    assert not any(SETTINGS[name].fault(text) for name, text in names.items() if name in SETTINGS)
 
 
 @pytest.mark.parametrize(("settings", "words"), [row for row in CONTRADICTIONS if row[0].keys() <= SETTINGS.keys()])

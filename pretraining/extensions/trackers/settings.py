@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import SplitResult, urlsplit
 
-from pretraining.config.declaration import Grammar, Resume
+from pretraining.config.declaration import Grammar, Needs, Resume
 from pretraining.config.errors import Problem, UserError
 from pretraining.config.flags import first_rank
 from pretraining.config.training import PER_HOST, TrainConfig
@@ -35,11 +35,11 @@ class TrackersConfig(TrainConfig):
     tracker: Annotated[Literal["", "wandb", "aim"], Resume.FREE] = ""
     """"wandb": send every report to Weights & Biases too; "aim": to a repository of Aim. Either needs the package of
     that name. Empty: none."""
-    tracker_dir: Annotated[str, Resume.FREE, PER_HOST] = ""
+    tracker_dir: Annotated[str, Needs("tracker"), Resume.FREE, PER_HOST] = ""
     """Folder of the tracker's own files, for Aim of its repository. Empty: log_dir."""
     tracker_project_name: Annotated[str, NAME, Resume.FREE] = "llama"
     """Project of the run in the tracker."""
-    tracker_run_id: Annotated[str, NAME, Resume.FREE] = ""
+    tracker_run_id: Annotated[str, NAME, Needs("tracker"), Resume.FREE] = ""
     """The tracker's id of the run, to continue one that it has. Empty: the name of log_dir."""
 
     def output_folders(self) -> tuple[str, ...]:
