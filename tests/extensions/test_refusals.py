@@ -96,6 +96,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**LORA, "lora_modules_to_save": "q_proj"}, "lora_modules_to_save=q_proj .*q_proj, which has an adapter"),
     # moving_average
     ({**MANUAL, "ema_decay": 0.9}, "--ema_decay=0.9 .*stochastic_rounding=True"),
+    ({"ema_decay": 0.9, "save_optimizer": False}, "--ema_decay=0.9 .*give --save_optimizer=True"),
     # mup
     ({"mup_base_width": 256, "optimizer": "lion"}, "--mup_base_width=256 .*lion.*adamw or muon"),
     ({"mup_base_width": 256, "lora_rank": 8}, "--mup_base_width=256 .*adapters.*export"),

@@ -39,7 +39,9 @@ class MovingAverageConfig(TrainConfig):
 
 
 def check_moving_average(config: MovingAverageConfig) -> Iterator[Problem]:
-    """A moving average changes by less than half the spacing of bf16 numbers, so it is kept in fp32 or rounded so."""
+    """It is saved, and in fp32 or rounded: a step changes it by less than half the spacing of bf16 numbers."""
+    if config.ema_decay and not config.save_optimizer:
+        yield problem(config, "ema_decay", "is saved with the optimizer state; give --save_optimizer=True")
     has_bf16_average = config.has_bf16_weights and not config.optimizers()[config.optimizer].has_fp32_state
     is_rounded = config.precision_mode == "bf16_sr" or getattr(config, "stochastic_rounding", False)  # of an extension
     if config.ema_decay and has_bf16_average and not is_rounded:
