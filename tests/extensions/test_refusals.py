@@ -115,6 +115,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"checkpoint_interval": 1, "checkpoint_scale": "log"},
         "--checkpoint_interval=1 .*checkpoint_scale=log.*use 2 or more",
     ),
+    ({"checkpoint_scale": "log"}, "--checkpoint_scale=log .*checkpoint_interval=0, which never saves"),
     ({"extra_checkpoint_steps": "1,2"}, "--extra_checkpoint_steps=1,2 .*checkpoint_interval=0"),
     ({**SAVED, "extra_checkpoint_steps": "1,x"}, "--extra_checkpoint_steps=1,x .*step numbers.*0,100,1000"),
     ({**SAVED, "extra_checkpoint_steps": "-1"}, "--extra_checkpoint_steps=-1 .*step numbers"),

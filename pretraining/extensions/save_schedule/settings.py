@@ -61,7 +61,9 @@ def is_power(step: int, base: int) -> bool:
 
 
 def check_scale(config: SaveScheduleConfig) -> Iterator[Problem]:
-    """A logarithmic scale needs a base above 1."""
+    """A logarithmic scale needs saves, and a base above 1."""
+    if config.checkpoint_scale == "log":
+        yield from without_effect(config, "checkpoint_scale")
     if config.checkpoint_scale == "log" and config.checkpoint_interval == 1:
         yield problem(config, "checkpoint_interval", "has no powers for checkpoint_scale=log; use 2 or more")
 
