@@ -125,7 +125,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**SHORT, "lr_gamma": 0.5}, "lr_gamma.*lr_schedule=fms_cosine.*exponential_lr"),
     ({**SHORT, **HYBRID}, "--lr_cooldown_steps=95 .*num_steps=100.*9 steps"),
     # trackers
-    ({"tracker_dir": "runs/aim"}, "--tracker_dir=runs/aim .*needs --tracker"),
     ({"tracker_run_id": "a1"}, "--tracker_run_id=a1 .*needs --tracker"),
 ]
 

@@ -35,7 +35,7 @@ class TrackersConfig(TrainConfig):
     tracker: Annotated[Literal["", "wandb", "aim"], Resume.FREE] = ""
     """"wandb": send every report to Weights & Biases too; "aim": to a repository of Aim. Either needs the package of
     that name. Empty: none."""
-    tracker_dir: Annotated[str, Needs("tracker"), Resume.FREE, PER_HOST] = ""
+    tracker_dir: Annotated[str, Resume.FREE, PER_HOST] = ""
     """Folder of the tracker's own files, for Aim of its repository. Empty: log_dir."""
     tracker_project_name: Annotated[str, NAME, Resume.FREE] = "llama"
     """Project of the run in the tracker."""
