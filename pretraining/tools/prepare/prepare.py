@@ -84,7 +84,7 @@ class Options:
     tokenizer: Annotated[str, "sentencepiece model or tokenizer.json; empty: train one"] = ""
     vocab_size: Annotated[int, "of the trained tokenizer; 0: 4096 for --stdlib, otherwise 32000"] = 0
     separator: Annotated[int, "id after each document; -1: the tokenizer's"] = -1
-    valid_every: Annotated[int, "hold out one document in this many; 0: 20 for --stdlib, otherwise none"] = 0
+    valid_every: Annotated[int, "hold out about one document in this many; 0: 20 for --stdlib, otherwise none"] = 0
     text_key: Annotated[str, "field of JSON lines, column of Parquet"] = "text"
     endings: Annotated[str, "of the plain text files in folders, comma-separated"] = ".txt,.md"
     processes: Annotated[int, "worker processes; 0: one per core"] = 0
@@ -174,6 +174,7 @@ def _parse(arguments: Sequence[str] | None) -> Options:
         (options.stdlib == bool(options.input), "give either --input or --stdlib"),
         (options.sft and not (options.input and options.tokenizer), "--sft needs --input and --tokenizer of the model"),
         (options.tokenizer and options.vocab_size, trained),
+        (options.valid_every == 1, "--valid_every=1: holds out every document; use 2 or more, or 0"),
     ):
         if is_wrong:
             parser.error(message)
@@ -338,7 +339,16 @@ def _prepare_shards(options: Options, files: list[Input], output: Path) -> None:
         description |= {"separator": NO_SEPARATOR, "seq_length": options.seq_length}
         flags.append(f"--seq_length={options.seq_length}")
         flags += ["--reset_attention_mask=True", "--reset_position_ids=True"] if options.packing else []
+    if not any(record["train"]["documents"] for record in records):
+        held_out = any(record["valid"]["documents"] for record in records)
+        why = f"held out by --valid_every={options.valid_every}" if held_out else "left out"
+        raise UserError(
+            f"{output}: nothing to train on, every document is {why}; change that, and give another --output"
+        )
     _describe(output, records, description, flags, _STDLIB_FLAGS if options.stdlib else _VALIDATION)
+    if options.valid_every and not (output / "valid").is_dir():
+        print(f"valid: none. --valid_every={options.valid_every} holds out each document with a probability of "
+              f"1/{options.valid_every}: for validation, give a smaller number, and another --output")  # fmt: skip
 
 
 def _record(output: Path, number: int) -> Path:

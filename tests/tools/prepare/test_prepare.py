@@ -139,6 +139,19 @@ def test_every_document_of_every_form_is_there_once_and_reads_back_exactly(prepa
     assert 2 in np.concatenate(rows(open_stream(config), 20))  # the tokenizer's separator, without a flag
 
 
+def test_a_split_without_documents_is_named(
+    prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_input(tmp_path, "a.jsonl", as_lines(texts(20)))
+    assert run(tmp_path, prepared.tokenizer, "--valid_every=1000") == 0
+    assert "valid: none. --valid_every=1000 holds out each document with a probability of" in capsys.readouterr().out
+    (tmp_path / "one").mkdir()
+    write_input(tmp_path / "one", "a.txt", TEXT)  # the first document of a text, which one in 3 holds out
+    assert run(tmp_path / "one", prepared.tokenizer, "--valid_every=3") == 2
+    assert "every document is held out by --valid_every=3; change that" in capsys.readouterr().err
+    assert not (tmp_path / "one" / "out" / "flags.txt").exists()
+
+
 def test_the_same_command_again_does_nothing_and_another_is_refused(
     prepared: Prepared, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -248,6 +261,7 @@ def test_input_that_cannot_be_read_is_named(
         *(([f"--{name}=-2"], f"--{name}=-2: use 0 or more") for name in ("vocab_size", "valid_every", "processes")),
         (["--skip_bad=-2"], "--skip_bad=-2: use 0 or more"),
         (["--separator=-2"], "--separator=-2: use -1 or more"),
+        (["--valid_every=1"], "--valid_every=1: holds out every document; use 2 or more, or 0"),
         (["--separator=40000"], "--separator=40000: use an id below --vocab_size=32000"),
         (["--tokenizer=m.model", "--vocab_size=400"], "--vocab_size=400: is of a tokenizer to train; leave it out"),
         *(([f"--part={part}", "--tokenizer=t"], "write I/N") for part in ("4/3", "0/3", "2")),
