@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 import shutil
 import sys
@@ -11,6 +10,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
+from inspect import get_annotations, getsource
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -31,11 +31,14 @@ class Field(NamedTuple):
 
 
 def documented_fields(configuration: type = TrainConfig) -> dict[str, list[Field]]:
-    """Return the fields of a configuration by group: the core's first, then those of its subclasses."""
+    """Return the fields of a configuration by group: the core's first, then those of its subclasses.
+
+    Those of extensions outside this package, such as a notebook's, are left out: their source may be nowhere.
+    """
     groups: dict[str, list[Field]] = {}
     for part in reversed(configuration.__mro__):
-        if part.__module__ != COMBINED and "__dataclass_fields__" in vars(part):
-            source = inspect.getsource(sys.modules[part.__module__])
+        if part.__module__ != COMBINED and part.__module__.startswith("pretraining.") and get_annotations(part):
+            source = getsource(sys.modules[part.__module__])
             for group, fields in fields_in(source, part.__name__).items():
                 groups.setdefault(group, []).extend(fields)
     return groups

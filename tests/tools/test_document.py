@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
 
-from main_training import CONFIGURATION, configure
+from main_training import CONFIGURATION, EXTENSIONS, configure
 from pretraining.config.declaration import settings_of
+from pretraining.config.errors import ConfigError
+from pretraining.config.extension import Extension
 from pretraining.config.flags import read
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS
 from pretraining.parallel.recompute import block_mask, scan_plan
+from pretraining.run import configure as configuring
 from pretraining.tools.document import CONFIGS, MIGRATING, PAGES, ROOT, fill_tables, main, resume_table, tables_of
 from pretraining.tools.help import documented_fields, fields_in, help_text, type_words
 from tests.selection import complete
@@ -127,6 +130,15 @@ def test_choices_and_ranges_are_part_of_the_help_which_fits_a_terminal(monkeypat
 
 
 BEGIN, END = "<!-- begin t: python -m pretraining.tools.document --write -->", "<!-- end t -->"
+
+
+def test_a_misspelled_flag_is_named_where_settings_are_declared_outside_the_package() -> None:
+    @dataclass(frozen=True)
+    class Own(TrainConfig):
+        own_setting: int = 1
+
+    with pytest.raises(ConfigError, match=r"--lr=1 +no such flag; did you mean --learning_rate\?"):
+        configuring.configure({"lr": 1, "own_setting": 2}, (*EXTENSIONS, Extension(configuration=Own)))
 
 
 def test_what_is_written_by_hand_is_kept() -> None:

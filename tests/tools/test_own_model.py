@@ -139,6 +139,7 @@ def test_everything_that_prevents_the_training_of_a_model_is_listed() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ({"lr": 1}, "no such flag; did you mean --learning_rate"),
         ({"tensor_parallel_size": 2}, "only the xla engine divides the products of a model of one's own"),
         ({"hidden_dropout": 0.1}, "does nothing for a model of one's own: it has no dropout that repeats"),
         ({"reset_attention_mask": True}, "does nothing for a model of one's own: it reads tokens alone"),
