@@ -29,6 +29,7 @@ def test_a_run_keeps_its_name_as_long_as_it_can_continue_and_the_defaults_of_a_v
     ("fields", "name"),
     [
         ({"lora_rank": 4, "lora_bias": "all", "optimizer_args": "beta1=0.8"}, "6ae91f"),
+        ({"lora_rank": 4, "lora_bias": "all", "lora_alpha": 32.0, "optimizer_args": "beta1=0.8"}, "6ae91f"),
         (
             {"ema_decay": 0.9, "optimizer": "muon", "optimizer_args": "momentum=0.9", "tie_word_embeddings": True},
             "431280",

@@ -256,6 +256,23 @@ def test_another_optimizer_takes_weights_alone_from_a_checkpoint(tmp_path: Path)
     check_start_of(replace(other, load_weights_only=True), tmp_path / "other")
 
 
+@pytest.mark.slow
+@needs("optimizers", "lora")
+def test_an_adapter_starts_on_a_run_of_any_optimizer_and_keeps_its_scale(tmp_path: Path) -> None:
+    run(tmp_path / "base", num_steps=2, optimizer="muon")
+    fields: dict[str, Any] = {"ckpt_load_path": str(tmp_path / "base"), "lora_rank": 2, "lora_alpha": 32.0}
+    assert run(tmp_path / "lora", **fields, num_steps=2)
+    assert run(tmp_path / "lora", **fields, num_steps=4)
+    for name, value in (("lora_alpha", 16.0), ("lora_use_rslora", True)):
+        with pytest.raises(ConfigError, match=rf"--{name}={value} .*; use that, or another --run_name"):
+            run(tmp_path / "lora", **{**fields, name: value}, num_steps=6)
+    whole = {**fields, "lora_save_mode": "base_and_adapter"}
+    assert run(tmp_path / "whole", **whole, num_steps=2)
+    other = small_config(tmp_path / "new", **{**whole, "ckpt_load_path": str(tmp_path / "whole"), "lora_alpha": 16.0})
+    with pytest.raises(ConfigError, match=r"--lora_alpha=16\.0 .*ckpt_load_path has 32\.0; use that, or --strict_load"):
+        check_start_of(other, tmp_path / "new")
+
+
 @needs("optimizers", "huggingface")
 def test_a_checkpoint_of_an_optimizer_that_the_core_lacks_starts_other_runs_and_is_exported(tmp_path: Path) -> None:
     run(tmp_path, num_steps=2, optimizer="muon")

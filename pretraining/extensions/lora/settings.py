@@ -12,6 +12,8 @@ from pretraining.config.grammar import comma_separated
 from pretraining.config.training import TrainConfig
 from pretraining.extensions.lora.targets import adapted, is_adapter, is_trained
 
+SCALE = ("lora_alpha", "lora_use_rslora")
+
 
 @dataclass(frozen=True)
 class LoraConfig(TrainConfig):
@@ -21,9 +23,9 @@ class LoraConfig(TrainConfig):
     lora_rank: Annotated[int, AtLeast(0, below=2**16), Resume.STATE] = 0
     """Rank r of an adapter for each of lora_target_modules: y = W x + s B A x, where only A and B are trained and W
     keeps the values of ckpt_load_path (or of the seed). 0: none, everything is trained."""
-    lora_alpha: Annotated[float, Above(0), Needs("lora_rank")] = 8.0
+    lora_alpha: Annotated[float, Above(0), Needs("lora_rank"), Resume.FUNCTION] = 8.0
     """Scale of the adapter: s = lora_alpha / lora_rank."""
-    lora_use_rslora: Annotated[bool, Needs("lora_rank")] = False
+    lora_use_rslora: Annotated[bool, Needs("lora_rank"), Resume.FUNCTION] = False
     """s = lora_alpha / sqrt(lora_rank) (Kalajdzievski 2023)."""
     lora_dropout: Annotated[float, AtLeast(0, below=1), Needs("lora_rank")] = 0.0
     """Dropout probability of the input of an adapter."""
@@ -122,8 +124,16 @@ class LoraConfig(TrainConfig):
         return super().resolved() | {"lora_target_modules": ",".join(name.rpartition(".")[2] for name in adapted(self))}
 
     def accepts(self, name: str, before: object) -> bool:
-        """See TrainConfig: the last norm was norm, which is every norm now, as in PEFT."""
+        """See TrainConfig: without adapters their scale means nothing. The last norm was norm, which is every norm now,
+        as in PEFT."""
+        if name in SCALE and not self.lora_rank:
+            return True
         if name != "lora_modules_to_save":
             return super().accepts(name, before)
         now = [word.replace("model.norm", "norm") for word in comma_separated(self.lora_modules_to_save)]
         return now == comma_separated(str(before))
+
+    @property
+    def matching_settings(self) -> list[str]:
+        """See TrainConfig: a change of the scale was once accepted, and runs keep their names."""
+        return [name for name in super().matching_settings if name not in SCALE]

@@ -26,7 +26,9 @@ def check_start(saved: Mapping[str, Any], config: OtherWeightsConfig) -> list[Ch
 
     Only the model matters: a new run has a schedule, data and an optimizer of its own.
     """
-    differing = [change for change in changes(saved, config) if change.policy in (Resume.SHAPE, Resume.FUNCTION)]
+    before, model = saved_config(saved, type(config)), (Resume.SHAPE, Resume.FUNCTION)
+    found = [change for change in changes(saved, config) if change.policy in model]
+    differing = [it for it in found if not (before.accepts(it.field, it.now) or config.accepts(it.field, it.before))]
     remedies = {Resume.SHAPE: "use that"}
     if config.strict_load:
         remedies[Resume.FUNCTION] = "use that, or --strict_load=False"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -78,8 +78,13 @@ class OtherWeights(Start):
                 raise UserError(f"{source.path}: has adapters without the weights that they were trained on; {remedy}")
             raise UserError(f"{source.path}: {differences}; --strict_load=False loads what both have")
         check_fit(source, {name: shapes[name] for name in names})
-        if not all(map(is_weight, source.manifest.tensors)):
+        if not all(map(is_weight, source.manifest.tensors)) and not self._adds(shapes, source):
             check_moments(source.facts.config, self._config)
+
+    def _adds(self, names: Iterable[str], source: Checkpoint) -> bool:
+        """Whether this run's tensors have adapters and `source` has none, so that the optimizer's state is new."""
+        is_added = self._config.is_added
+        return any(map(is_added, names)) and not any(map(is_added, source.manifest.tensors))
 
     def check_own(self, checkpoint: Checkpoint, shapes: Shapes, *, is_complete: bool) -> None:
         """See Start: the weights are those that this run trains, and trained on its frozen ones."""
@@ -137,7 +142,7 @@ class OtherWeights(Start):
         checkpoint = restoring.peers.each(lambda: open_any_checkpoint(source))
         config, say = self._config, restoring.peers.say
         noted = check_start(checkpoint.facts.config, config)
-        adds = any(map(config.is_added, restoring.state)) and not any(map(config.is_added, checkpoint.manifest.tensors))
+        adds = self._adds(restoring.state, checkpoint)
         fresh = config.load_weights_only or adds or restoring.lacks_moments(checkpoint)
         checkpoint = checkpoint if fresh else with_followers(checkpoint, config)
         restoring.load(checkpoint, self._shared_names(restoring, checkpoint, weights_only=fresh))
