@@ -139,6 +139,7 @@ def test_every_document_of_every_form_is_there_once_and_reads_back_exactly(prepa
     assert 2 in np.concatenate(rows(open_stream(config), 20))  # the tokenizer's separator, without a flag
 
 
+@pytest.mark.slow
 def test_a_split_without_documents_is_named(
     prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
