@@ -43,6 +43,9 @@ GROUP = 64
 # Counted up where a shard that has an index may be refused now, and is looked at again (5: modes of Megatron's).
 _MAGIC = b"tokidx05"
 _ALIGN = 64
+# Bytes that the header has, with its paths. Constant: a run may open a sidecar that another start has replaced since,
+# by another path of the shard, and reads its own offsets in it.
+_HEADER = 65_536
 # Bytes hashed at the beginning, the middle and the end of a file; the footers of Arrow and Parquet are at the end.
 _SAMPLE = 65_536
 # Documents summed at once: 50 MB of starts and lengths.
@@ -256,10 +259,9 @@ def _write(file: TokenShard, contents: ShardContents, groups: np.ndarray, sideca
     arrays = {"groups": groups.reshape(-1), "starts": contents.starts, "lengths": contents.lengths}
     dtypes = {"groups": np.int64, "starts": np.int64, "lengths": np.int32}
     places: dict[str, tuple[str, int, str, int]] = {}
-    room = 4096 + len(json.dumps(facts))  # more than the header takes
     temporary = sidecar.with_suffix(f".{os.urandom(8).hex()}.tmp")
     with temporary.open("wb") as written:
-        written.seek(room)
+        written.seek(_HEADER)
         for name, array in arrays.items():
             if isinstance(array, DiskArray) and not is_remote(array.path):
                 places[name] = (array.path, array.offset, array.dtype, array.length)

@@ -11,10 +11,10 @@ import pytest
 
 from pretraining.config.errors import UserError
 from pretraining.data import open_stream
-from pretraining.data.index import TokenShard, open_index
+from pretraining.data.index import TokenShard, open_index, sidecar_path
 from pretraining.data.stores.arrow import _blocks
 from pretraining.data.stores.find import shard_formats
-from pretraining.data.stores.shard import chunks
+from pretraining.data.stores.shard import chunks, in_memory
 from pretraining.storage import SHARD_FORMATS
 from tests.data import corpora
 from tests.data.corpora import Documents, numbered, rows, settings
@@ -111,6 +111,27 @@ def test_data_are_the_same_under_every_path_to_their_folder(tmp_path: Path, monk
         assert np.array_equal(rows(stream, 9), want)
         if path == Path("data"):
             (tmp_path / "link").unlink()
+
+
+@pytest.mark.parametrize("store", ["arrow", "parquet", "megatron"])
+def test_two_first_starts_at_once_by_other_paths_read_the_same_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: str
+) -> None:
+    """Both build the index, and the one that is ready first reads what the other has put in its place.
+
+    Documents of one length: their sums show no other place of the index.
+    """
+    path = STORES[store.replace("arrow", "flat_uint32")](tmp_path / "data" / "a" / "s", numbered([60] * 300))
+    monkeypatch.chdir(tmp_path)
+    index, column = tmp_path / "index", "" if store == "megatron" else "tokens"
+    relative, absolute = (TokenShard(str(each), store, column, ()) for each in (path.relative_to(tmp_path), path))
+    shard = open_index(relative, index)
+    arrays = (shard.starts, shard.lengths, shard.groups)
+    want = [in_memory(array, np.int64) for array in arrays]
+    sidecar_path(relative, index).unlink()  # as the second start found it
+    open_index(absolute, index)
+    for array, first in zip(arrays, want, strict=True):
+        assert np.array_equal(in_memory(array, np.int64), first)
 
 
 def test_an_index_folder_that_cannot_be_written_is_an_error_with_the_flag(tmp_path: Path) -> None:
