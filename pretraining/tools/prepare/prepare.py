@@ -38,7 +38,7 @@ from pretraining.data.hashing import key_of, short_hash
 from pretraining.data.layouts import FLAGS, PLAN, RECORDS, read_dataset_json
 from pretraining.extensions.files import write_atomically
 from pretraining.extensions.tokenizers.tokenizer import Tokenizer, open_tokenizer, train
-from pretraining.storage import Location, is_remote, location, use_files_of
+from pretraining.storage import FolderLock, Location, is_remote, location, use_files_of
 from pretraining.tools.arguments import ArgumentParser, ends_on_mistakes
 from pretraining.tools.prepare.chat import check_tokens, find_template, write_template
 from pretraining.tools.prepare.instructions import LONGER, InstructionOptions, Packer, Reader
@@ -62,6 +62,7 @@ _NAMED = "documents with names of special tokens in their text, which became the
 _LEFT_OUT = "left_out.txt"  # in the output: what --skip_bad left out
 _POOL_BYTES = 64 * 2**20  # of input, which one process looks at in a second
 _AT_ONCE = 64  # documents encoded and written together
+_POLL = 0.5  # seconds between looks whether another process has ended
 _OTHER_PART = 10  # seconds in which another part, started at the same time, writes the plan
 _LEAST_MEASURED = 10**6  # bytes of text below which a speed says nothing
 _SAMPLE_CHARACTERS = 20_000_000  # enough for a stable vocabulary; training takes seconds
@@ -138,12 +139,13 @@ def prepare(options: Options) -> list[str]:
     else:
         output = Path(options.output)
     if place == output or not (place / FLAGS).is_file():
-        (_claim_together if options.part else _claim)(output, plan)
-    if not any((folder / FLAGS).is_file() for folder in (place, output)):
-        if ignored:
-            endings = ", ".join(sorted({file.suffix or file.name for file in ignored})[:10])
-            print(f"ignored: {counted(len(ignored), 'file')} ending in {endings} (--endings=... reads them as text)")
-        _prepare_shards(options, files, output)
+        with (_claimed_together if options.part else _claimed)(output, plan):
+            if not (output / FLAGS).is_file():
+                if ignored:
+                    endings = ", ".join(sorted({file.suffix or file.name for file in ignored})[:10])
+                    ending = f"{counted(len(ignored), 'file')} ending in {endings}"
+                    print(f"ignored: {ending} (--endings=... reads them as text)")
+                _prepare_shards(options, files, output)
     if is_remote(place) and (output / FLAGS).is_file():
         _move(output, place)
     if not (place / FLAGS).is_file():  # other parts are missing
@@ -244,6 +246,37 @@ def shard_bytes(files: Sequence[Input]) -> int:
     return max(SHARD_BYTES, min(sum(file.stat().st_size for file in files) // _SHARDS, _LARGEST_SHARD))
 
 
+@contextmanager
+def _claimed(output: Path, plan: dict[str, Any]) -> Iterator[None]:
+    """Have the output folder for this plan, after another process that prepares into it at the same time.
+
+    UserError as `_claim`. What is complete is not locked: it may be read-only.
+    """
+    if (output / FLAGS).is_file() or not (output / RECORDS).is_dir():
+        _refuse_other(output, plan)
+    if (output / FLAGS).is_file():
+        yield
+        return
+    lock = _lock(output / RECORDS)
+    try:
+        _claim(output, plan)
+        yield
+    finally:
+        lock.release()
+
+
+def _lock(folder: Path) -> FolderLock:
+    """Lock a folder as soon as no other process has it."""
+    reason = ""
+    while True:
+        try:
+            return FolderLock(folder, "output")
+        except UserError as error:
+            if str(error) != reason:
+                print(f"waiting: {(reason := str(error))}", flush=True)
+            time.sleep(_POLL)
+
+
 def _claim(output: Path, plan: dict[str, Any]) -> None:
     """Write the plan into the output folder. UserError if the folder holds anything else, or shards of another plan.
 
@@ -262,7 +295,8 @@ def _claim(output: Path, plan: dict[str, Any]) -> None:
     write_atomically(path, content)
 
 
-def _claim_together(output: Path, plan: dict[str, Any]) -> None:
+@contextmanager
+def _claimed_together(output: Path, plan: dict[str, Any]) -> Iterator[None]:
     """Write the plan into the output folder, as other parts may do at the same time. UserError as above."""
     for _ in range(10 * _OTHER_PART):
         if not output.is_dir() or not any(output.iterdir()) or (output / PLAN).is_file():
@@ -272,6 +306,7 @@ def _claim_together(output: Path, plan: dict[str, Any]) -> None:
     for folder in (RECORDS, *SPLIT_FLAGS):
         (output / folder).mkdir(parents=True, exist_ok=True)
     write_atomically(output / PLAN, json.dumps(plan, indent=2) + "\n")
+    yield
 
 
 def _refuse_other(output: Location, plan: dict[str, Any]) -> None:
@@ -286,7 +321,7 @@ def _refuse_other(output: Location, plan: dict[str, Any]) -> None:
             )
     elif output.exists() and not output.is_dir():
         raise UserError(f"{output}: not a folder: choose another --output")
-    elif output.is_dir() and any(output.iterdir()):
+    elif output.is_dir() and any(path.name != RECORDS for path in output.iterdir()):
         raise UserError(f"{output}: not empty and not prepared by this command: choose another --output")
 
 

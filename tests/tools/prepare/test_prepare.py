@@ -35,6 +35,7 @@ from pretraining.data.datasets import open_datasets
 from pretraining.data.files import file_hash
 from pretraining.data.stream import check_data
 from pretraining.extensions.tokenizers.tokenizer import open_tokenizer, train
+from pretraining.storage import FolderLock
 from pretraining.tools import inspect_data
 from pretraining.tools.inspect_data import verify_dataset, whole_corpus
 from pretraining.tools.prepare import prepare
@@ -220,6 +221,30 @@ def test_a_preparation_killed_anywhere_goes_on_without_losing_or_repeating_a_doc
     assert codes == [-signal.SIGKILL] * (len(codes) - 1) + [0] and len(codes) > 2
     assert (tmp_path / "out" / "flags.txt").is_file()
     assert sorted(delivered(tmp_path)) == sorted(wanted)
+
+
+@pytest.mark.slow
+def test_a_second_preparation_of_a_folder_waits_for_the_first(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Both would remove each other's files, and one's tokenizer would stand next to the other's shards."""
+    write_input(tmp_path, "a.jsonl", as_lines(texts(200)))
+    output = tmp_path / "out"
+    command = [sys.executable, "-m", "pretraining.tools.prepare", f"--input={tmp_path / 'in'}", f"--output={output}"]
+    first = FolderLock(output / ".parts")  # the claim of a preparation that has written nothing yet
+    with (tmp_path / "printed").open("w") as printed:
+        second = subprocess.Popen([*command, "--vocab_size=320"], cwd=ROOT, stdout=printed, stderr=subprocess.STDOUT)
+    wait_until(lambda: f"waiting: {output}/.parts: used by process {os.getpid()}" in written(tmp_path), second)
+    assert [path.name for path in output.iterdir()] == [".parts"]
+    first.release()
+    assert second.wait() == 0, written(tmp_path)
+    assert prepare.main([*command[3:], "--vocab_size=400"]) == 2
+    assert "prepared from something else (settings changed" in capfd.readouterr().err
+
+
+def written(folder: Path) -> str:
+    """What a process has printed so far."""
+    return (folder / "printed").read_text()
 
 
 def test_lines_that_cross_the_border_of_ranges_are_read_once(tmp_path: Path) -> None:
@@ -587,7 +612,7 @@ def test_parts_prepared_by_jobs_of_their_own_are_merged_by_the_last_and_equal_on
     assert prepare.main([*command, f"--output={many}", "--part=3/3"]) == 0
     for shard in (tmp_path / "elsewhere").iterdir():
         shard.rename(many / "train" / shard.name)
-    names = {str(path.relative_to(one)) for path in one.rglob("*") if path.is_file()}
+    names = {str(path.relative_to(one)) for path in one.rglob("*") if path.is_file() and path.name != "lock"}
     assert len(names) > 12 and names == {str(path.relative_to(many)) for path in many.rglob("*") if path.is_file()}
     for name in names:
         texts_of_both = [(folder / name).read_text("latin-1").replace(str(many), str(one)) for folder in (one, many)]
