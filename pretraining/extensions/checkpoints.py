@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pretraining.checkpoint.files import UnreadableError
 from pretraining.checkpoint.folder import CHECKPOINTS, find_checkpoints
 from pretraining.checkpoint.manifest import DTYPES, Checkpoint, is_committed, open_checkpoint
 from pretraining.checkpoint.peers import Peers
@@ -61,7 +62,18 @@ def open_any_checkpoint(path: Location, allow_remote: bool = True) -> Checkpoint
         if form.recognizes(path):
             checkpoint: Checkpoint = form.open(path)
             return checkpoint
-    return open_checkpoint(newest_checkpoint(path, allow_remote))
+    return open_newest(path, allow_remote)
+
+
+def open_newest(path: Location, allow_remote: bool = True) -> Checkpoint:
+    """Open a step_N folder, or the newest checkpoint of a run, which may save and remove others meanwhile."""
+    while True:
+        newest = newest_checkpoint(path, allow_remote)
+        try:
+            return open_checkpoint(newest)
+        except (UnreadableError, FileNotFoundError):
+            if newest.exists():
+                raise
 
 
 def read_tensors(
@@ -69,10 +81,17 @@ def read_tensors(
 ) -> dict[str, Tensor]:
     """Return the unsharded tensors of a checkpoint whose names are wanted, in the dtype they were saved in.
 
-    In one process, without a process group and whatever mesh saved it. Raises UnreadableError if it cannot be trusted.
+    In one process, without a process group and whatever mesh saved it. Raises UnreadableError if it cannot be trusted,
+    or its run removes it meanwhile.
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     entries = checkpoint.manifest.tensors.items()
     state = {name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for name, entry in entries if is_wanted(name)}
-    load(checkpoint, state, Peers(together=False))
+    try:
+        load(checkpoint, state, Peers(together=False))
+    except UnreadableError as error:
+        if checkpoint.path.exists():
+            raise
+        remedy = "its run keeps newer ones: give the same command again, or a copy of the checkpoint"
+        raise UnreadableError(f"{checkpoint.path}: removed while it was being read; {remedy}") from error
     return state

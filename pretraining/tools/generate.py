@@ -22,7 +22,7 @@ from torch import Tensor
 
 from main_training import CONFIGURATION
 from pretraining.checkpoint.compatibility import saved_config
-from pretraining.checkpoint.manifest import HEAD, Checkpoint, open_checkpoint
+from pretraining.checkpoint.manifest import HEAD, Checkpoint
 from pretraining.checkpoint.store import is_weight
 from pretraining.config.errors import UserError
 from pretraining.config.script import exit_with
@@ -33,8 +33,8 @@ from pretraining.data.origin import check_origin
 from pretraining.data.state import TOKENIZER
 from pretraining.extensions.checkpoints import (
     ALLOW_REMOTE,
-    newest_checkpoint,
     open_any_checkpoint,
+    open_newest,
     read_tensors,
     refuse_remote,
 )
@@ -143,7 +143,7 @@ def open_model(flags: argparse.Namespace) -> tuple[Llama, Tokenizer, TrainConfig
 
     Raises UserError.
     """
-    checkpoint = open_checkpoint(newest_checkpoint(flags.run_dir, flags.allow_remote))
+    checkpoint = open_newest(flags.run_dir, flags.allow_remote)
     if flags.use_ema:
         from pretraining.extensions.moving_average.checkpoint import with_moving_averages
 

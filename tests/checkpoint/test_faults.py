@@ -7,15 +7,18 @@ import pickle
 import random
 import resource
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from pretraining.checkpoint.files import UnreadableError
-from pretraining.checkpoint.manifest import open_checkpoint
+from pretraining.checkpoint.folder import keep_steps
+from pretraining.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretraining.config.errors import UserError
 from pretraining.extensions.checkpoints import open_any_checkpoint, read_tensors
+from tests.checkpoint.saving import save
 from tests.checkpoint.test_checkpoints import run, steps
 from tests.processes import run_together
 from tests.selection import needs
@@ -62,6 +65,29 @@ def test_a_checkpoint_is_not_corrupt_because_the_process_has_too_many_open_files
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     read_tensors(copy)
+
+
+def test_a_tool_reads_the_newest_checkpoint_while_its_run_removes_others(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A removal between the choice of a checkpoint and its first file; then one between its description and tensors."""
+    folder = tmp_path / "run" / "checkpoints"
+    shutil.copytree(checkpoint, folder / "step_2")
+    facts, tensors = replace(open_checkpoint(checkpoint).facts, step=4), read_tensors(checkpoint)
+
+    def save_and_remove(path: Path) -> Checkpoint:
+        if path.name == "step_2":
+            save(folder, tensors, facts)
+            keep_steps(folder, lambda steps: [])
+        return open_checkpoint(path)
+
+    monkeypatch.setattr("pretraining.extensions.checkpoints.open_checkpoint", save_and_remove)
+    opened = open_any_checkpoint(tmp_path / "run")
+    assert opened.path == folder / "step_4"
+    save(folder, tensors, replace(facts, step=6))
+    keep_steps(folder, lambda steps: [])
+    with pytest.raises(UnreadableError, match=r"step_4: removed while it was being read; .* the same command again"):
+        read_tensors(opened)
 
 
 def test_the_files_of_another_checkpoint_do_not_pass(copy: Path, tmp_path: Path) -> None:
