@@ -306,6 +306,17 @@ sys.exit(code) if code >= 0 else os.kill(os.getpid(), signal.SIGKILL)
         assert ("memory runs out" in ended.stderr) == any(each < 0 for each, _ in starts[:count]), (name, ended.stderr)
 
 
+def test_a_program_without_flags_is_started_again(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("""import os, sys
+open(os.environ["PROGRESS_FILE"], "w").write(f"{1:020}")
+sys.exit(0 if int(os.environ["RESTARTS"]) else 5)
+""")
+    command = [sys.executable, "-m", "pretraining.tools.launch", str(program)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr.count("restart 1 of at most")) == (0, 1), ended.stderr
+
+
 @pytest.mark.slow
 def test_the_script_trains_with_its_settings_and_passes_sigterm_on(installed: Path) -> None:
     command = ["bash", "scripts/train.sh", *TOY.split(), "--num_steps=1000000"]

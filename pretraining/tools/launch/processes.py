@@ -72,7 +72,7 @@ def uses_one_process(words: Sequence[str]) -> bool:
 def value_of(flag: str, words: Sequence[str]) -> str:
     """Return the last value of a flag, as `flag=value` or as `flag value`; empty if it is not there."""
     values = [""]
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words, ""][1:], strict=True):
         if word == flag or word.startswith(f"{flag}="):
             values.append(following if word == flag else word.removeprefix(f"{flag}="))
     return values[-1]
