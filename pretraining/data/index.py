@@ -271,9 +271,8 @@ def _write(file: TokenShard, contents: ShardContents, groups: np.ndarray, sideca
             for part in chunks(array, _AT_ONCE):
                 part.astype(dtypes[name], copy=False).tofile(written)
         written.truncate()
-        header = {"facts": facts, "arrays": places, "size": written.tell()}
+        raw = json.dumps(header := {"facts": facts, "arrays": places, "size": written.tell()}).encode()
         written.seek(0)
-        raw = json.dumps(header).encode()
         written.write(_MAGIC + len(raw).to_bytes(8, "little") + raw)
     temporary.replace(sidecar)
     return _from_header(header, sidecar)

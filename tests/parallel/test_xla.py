@@ -233,6 +233,12 @@ def test_a_step_is_traced_once(devices: int) -> None:
 
 
 @pytest.mark.parametrize("devices", CASES)
+def test_an_evaluation_leaves_no_meshes_in_memory(devices: int) -> None:
+    """torch-xla keeps each that a mark makes: a long run would end without memory."""
+    assert {case: got["meshes"] for case, got in outcome(devices)[0].items() if got.get("meshes")} == {}
+
+
+@pytest.mark.parametrize("devices", CASES)
 def test_the_compiler_reports_no_involuntary_rematerialization(devices: int) -> None:
     assert "nvoluntary full rematerialization" not in outcome(devices)[1]
 

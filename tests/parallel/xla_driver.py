@@ -5,11 +5,13 @@
 Prints JSON: by case, the loss and gradient norm of each step, the compilations after each step, and the bytes that one
 device holds, as the engine measures them and as its layout counts them. Unless "evaluates" is false, which saves the
 compilation of a second program, also an evaluation's loss, the compilations after it and a look at the state, and how
-often two steps whose figures nobody reads fetch something from a device, and the operations that they trace.
+often two steps whose figures nobody reads fetch something from a device, the operations that they trace, and the
+meshes of torch-xla that another evaluation leaves in memory.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch_xla.debug.metrics as met
+from torch_xla.distributed.spmd import Mesh
 
 from main_training import CONFIGURATION
 from pretraining.data import open_stream
@@ -78,8 +81,9 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
     if not evaluates:
         return outcome
     evaluation = trainee.evaluate(stream.batch(0)).read()["loss"]
-    warmed = engine.compilations()
+    warmed, meshes = engine.compilations(), count_meshes()
     untrained = trainee.evaluate(without_labels(stream.batch(1))).read()
+    meshes = count_meshes() - meshes
     state = trainee.state()
     for tensor in state.values():
         tensor.shards.host(next(iter(tensor.shards.regions)))
@@ -91,7 +95,7 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
     late = engine.compilations() - warmed
     return {
         **outcome, "late_compilations": late, "evaluation": evaluation, "untrained": untrained,
-        "unread_fetches": unread, "traced": again,
+        "unread_fetches": unread, "traced": again, "meshes": meshes,
     }  # fmt: skip
 
 
@@ -102,6 +106,12 @@ def sort_dump(case: str) -> None:
         folder.mkdir()
         for path in folder.parent.glob("module_*"):
             path.rename(folder / path.name)
+
+
+def count_meshes() -> int:
+    """Meshes of torch-xla that something refers to."""
+    gc.collect()
+    return sum(isinstance(value, Mesh) for value in gc.get_objects())
 
 
 def fetched() -> int:

@@ -45,6 +45,8 @@ xla_scan.shard_as = lambda a, b: (a, b)
 # Every mark_sharding looks for torchax, whose failing import takes 2.3 ms (some sixty of them per step); it and scan's
 # traces import jax where it is installed. Neither is used.
 xla_sharding.maybe_get_torchax = xla_sharding.maybe_get_jax = xla_profiler.maybe_get_jax = lambda log=True: None
+# A mark makes a mesh of its text, and torch-xla's cache of shardings keeps each: 29 for every batch of a validation.
+xs.Mesh.from_str = cache(xs.Mesh.from_str)
 
 # Carry of the scan: x, cos, sin; for packed documents, segment ids; for dropout, hashes in two halves and the layer.
 # All are floats, because scan differentiates every carry.
