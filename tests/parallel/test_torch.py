@@ -19,8 +19,10 @@ from pretraining.parallel import accelerator, select
 from pretraining.parallel.processes import Processes
 from pretraining.parallel.select import choose_engine, refuse_variables
 from pretraining.parallel.torch.engine import TorchEngine
-from tests.parallel.launch import ALONE, HAS_SHARDING_REPORT, assert_same, dump_of, run_on_torch
+from tests.end_to_end.small import MODEL
+from tests.parallel.launch import ALONE, HAS_SHARDING_REPORT, assert_same, dump_of, environment, launched, run_on_torch
 from tests.parallel.toy import ADAPTERS, DROPOUT, LORA, RAMP, instruction_cases
+from tests.processes import call
 from tests.selection import Outcomes, chosen, runs_all
 
 slow = pytest.mark.slow
@@ -382,3 +384,21 @@ def test_sizes_that_the_number_of_processes_rules_out_are_refused_before_a_devic
 def test_a_missing_device_is_one_sentence() -> None:
     with pytest.raises(UserError, match=r"no CUDA GPU; .* --device=cpu"):
         TorchEngine(TrainConfig(model_variant="tiny", seq_length=64, device="cuda"))
+
+
+@slow
+def test_a_run_that_torchrun_starts_again_continues(tmp_path: Path) -> None:
+    """Its agent keeps the store in which the processes meet, and what those of the first start wrote there."""
+    flags = {**MODEL, "engine": "torch", "device": "cpu", "use_dummy_dataset": True, "mixed_precision": False}
+    flags |= {"batch_size": 2, "report_interval": 1, "checkpoint_interval": 2, "log_dir": str(tmp_path / "run")}
+    (tmp_path / "twice.py").write_text(
+        "import os, sys, pretraining\n"
+        "again = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        f"run = pretraining.train({flags} | {{'num_steps': 4 if again else 2}})\n"
+        "sys.exit(run.code if again else 1)\n"
+    )
+    command = launched(2, str(tmp_path / "twice.py"))
+    command.insert(command.index("--standalone"), "--max-restarts=1")
+    printed = call(command, env=environment()).stdout
+    assert f"continuing from {tmp_path / 'run' / 'checkpoints' / 'step_2'}" in printed
+    assert "complete: 4 steps" in printed

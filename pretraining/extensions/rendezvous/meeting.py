@@ -233,7 +233,8 @@ class _Meeting:
         self._processes, self._mistake, self._timeout = processes, mistake, timeout
         self._member: Member | None = None  # as the others can read it
         self.has_printed = False
-        self._prefix = f"meeting{len(_MEETINGS)}/"
+        # torchrun's agent keeps its store when it starts the processes again, perhaps in another order of hosts
+        self._prefix = f"meeting{len(_MEETINGS)} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/"
         self._begin_waiting()
 
     def hold(self, member: Member) -> None:

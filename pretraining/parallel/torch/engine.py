@@ -46,7 +46,8 @@ from pretraining.parallel.torch.context import ContextRanks
 from pretraining.parallel.torch.state import WEIGHT, LocalShards, to_local
 from pretraining.parallel.torch.step import TorchStep, reduce_over_processes
 
-GROUPS = itertools.count()  # of processes that this one has joined
+# Names of the groups of processes that this one joins.
+GROUPS = (f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} group {number}" for number in itertools.count())
 
 
 class TorchEngine:
@@ -117,8 +118,8 @@ class TorchEngine:
         if processes.is_launched:
             store, *_ = next(rendezvous("env://", timeout=timeout))
             store.set_timeout(timeout)
-        # torchrun's store outlives a group: without a prefix the next one would look for the processes of the last.
-        store = dist.PrefixStore(f"group {next(GROUPS)}", store)  # type: ignore[attr-defined]
+        # torchrun's store outlives a group and a start: without a prefix the next one would look for their processes.
+        store = dist.PrefixStore(next(GROUPS), store)  # type: ignore[attr-defined]
         options: dict[str, Any] = {"store": store, "rank": processes.rank, "world_size": processes.world_size}
         # torch 2.9 looks up the bound device in every group, also in those of gloo, which has none for other devices.
         if self.device.index is not None and self.device.type in dist.Backend.backend_capability["gloo"]:
