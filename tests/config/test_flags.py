@@ -233,7 +233,11 @@ def test_help_shows_the_common_settings_or_those_with_a_word_and_trains_nothing(
 
     def page(*words: str) -> set[str]:
         assert run(main, words, configuration=CONFIGURATION) == 0
-        return {line.strip().partition("=")[0][2:] for line in capsys.readouterr().out.splitlines() if "  --" in line}
+        return {
+            line.strip().partition("=")[0][2:]
+            for line in capsys.readouterr().out.splitlines()
+            if line.startswith("  --")
+        }
 
     common = {name for name, setting in SETTINGS.items() if setting.is_common}
     assert 25 < len(common) < 40

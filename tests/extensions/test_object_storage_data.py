@@ -189,8 +189,10 @@ def test_prepared_data_are_moved_to_object_storage_and_complete_with_their_flags
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in").mkdir()
     words = "which text is it that a tokenizer of so few ids can learn from and divide again"
-    (tmp_path / "in" / "a.txt").write_text("\n".join(f"{number} {words[number % 60 :]}" for number in range(500)))
-    command = [f"--input={tmp_path}/in", "--vocab_size=300", "--processes=1", "--valid_every=1"]
+    for name in "abcdefgh":  # of which some are for validation
+        lines = (f"{name} {number} {words[number % 60 :]}" for number in range(60))
+        (tmp_path / "in" / f"{name}.txt").write_text("\n".join(lines))
+    command = [f"--input={tmp_path}/in", "--vocab_size=300", "--processes=1", "--valid_every=2"]
     there = "s3://bucket/prepared/new"
     proxy.plan = lambda number, method, path: "403" if method == "PUT" and "tokenizer" in path else ""
     assert prepare.main([*command, f"--output={there}"]) == 2  # the upload ends in its middle
