@@ -238,7 +238,7 @@ def test_a_passing_network_error_is_repeated_and_counted(tmp_path: Path, proxy: 
     proxy.plan = lambda number, method, path: fault if number % 6 == 0 else ""
     with closing(open_stream(remote)) as stream:
         assert np.array_equal(rows(stream, 10), expected)
-    assert (RETRIES.count == before) == (fault == "slow")
+    assert RETRIES.count > before or fault == "slow"  # which a busy machine may make slow enough for a repetition
 
 
 @pytest.mark.slow
