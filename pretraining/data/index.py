@@ -43,8 +43,8 @@ GROUP = 64
 # Counted up where a shard that has an index may be refused now, and is looked at again (5: modes of Megatron's).
 _MAGIC = b"tokidx05"
 _ALIGN = 64
-# Bytes that the header has, with its paths. Constant: a run may open a sidecar that another start has replaced since,
-# by another path of the shard, and reads its own offsets in it.
+# Bytes that the header has, unless its paths are longer. Constant: a run may open a sidecar that another start has
+# replaced since, by another path of the shard, and reads its own offsets in it.
 _HEADER = 65_536
 # Bytes hashed at the beginning, the middle and the end of a file; the footers of Arrow and Parquet are at the end.
 _SAMPLE = 65_536
@@ -261,7 +261,7 @@ def _write(file: TokenShard, contents: ShardContents, groups: np.ndarray, sideca
     places: dict[str, tuple[str, int, str, int]] = {}
     temporary = sidecar.with_suffix(f".{os.urandom(8).hex()}.tmp")
     with temporary.open("wb") as written:
-        written.seek(_HEADER)
+        written.seek(max(_HEADER, 4096 + len(json.dumps(facts))))
         for name, array in arrays.items():
             if isinstance(array, DiskArray) and not is_remote(array.path):
                 places[name] = (array.path, array.offset, array.dtype, array.length)

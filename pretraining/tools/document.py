@@ -116,11 +116,11 @@ def resume_table() -> str:
     data = {"datasets", "weights", "sep_token", *order}
     rows = []
     for policy in Resume:
-        names = [f"`{name}`" for name, setting in SETTINGS.items() if setting.resume is policy]
+        names = [name for name, setting in SETTINGS.items() if setting.resume is policy]
         if policy is Resume.NOTE:
-            rows.append(f"{CHANGED_DATA} | {', '.join(name for name in names if name.strip('`') in data)}")
-            names = ["all others"]
-        rows.append(f"{policy.value} | {', '.join(names)}")
+            rows.append(f"{CHANGED_DATA} | {', '.join(f'`{name}`' for name in names if name in data)}")
+        others = "all others" if policy is Resume.NOTE else ", ".join(f"`{name}`" for name in names)
+        rows.append(f"{policy.value} | {others}")
     return f"### Changes when a run continues\n\n{markdown_table('a change is | flags', rows)}"
 
 

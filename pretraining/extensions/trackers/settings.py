@@ -55,9 +55,8 @@ def check_tracker(config: TrackersConfig) -> Iterator[Problem]:
 
 def check_key(config: TrackersConfig) -> None:
     """Raise UserError if Weights & Biases has no key, and process 0 cannot ask for one."""
-    asks = (
-        not first_rank() or (sys.stdin and sys.stdin.isatty()) or "wandb" in sys.modules
-    )  # a notebook may have logged in
+    has_terminal = sys.stdin is not None and sys.stdin.isatty()
+    asks = not first_rank() or has_terminal or "wandb" in sys.modules  # a notebook may have logged in
     if config.tracker == "wandb" and find_spec("wandb") and not asks and not has_key(os.environ):
         remedy = "`wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline to send the run later"
         raise UserError(f"--tracker=wandb: no API key: {remedy}")
