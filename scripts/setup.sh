@@ -1,6 +1,6 @@
 # Sourced by the other scripts. `set_up FILE` creates the virtual environment $venv (.venv), installs the requirements
 # in FILE, and does nothing when they are installed. Afterwards $python is the interpreter to use. Needs bash and
-# Python 3.11, 3.12 or 3.13; TorchTPU needs 3.12 or 3.13.
+# Python 3.11 to 3.14, which last has no torch-xla; TorchTPU needs 3.12 or 3.13.
 # shellcheck shell=bash
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -9,12 +9,12 @@ use_environment() {
     python=$venv/bin/python
 }
 use_environment .venv
-oldest_python=11 pythons="3.11, 3.12 or 3.13"
+oldest_python=11 newest_python=14 pythons="3.11, 3.12, 3.13 or 3.14"
 
 # TorchTPU and torch-xla need different versions of torch and libtpu.
 use_torch_tpu() {
     use_environment .venv-torchtpu
-    oldest_python=12 pythons="3.12 or 3.13"
+    oldest_python=12 newest_python=13 pythons="3.12 or 3.13"
 }
 
 set_up() {
@@ -120,9 +120,11 @@ requirement_files() {
     done
 }
 
-# Print the version of a package in the first of the requirement files that pins it.
+# Print the version of a package in the first of the requirement files that pins it for this Python.
 pinned_version() {
-    sed -n "/^$1==/{s/^$1==\([0-9.]*\).*/\1/p;q;}" "${@:2}"
+    local other='python_version >='
+    is_supported_python "$python" 11 13 || other='python_version <'
+    sed -n "/$other/d;/^$1==/{s/^$1==\([0-9.]*\).*/\1/p;q;}" "${@:2}"
 }
 
 # Only a line that begins with "GPU " is a GPU: nvidia-smi prints errors to stdout, too, and indents MIG slices.
@@ -151,28 +153,36 @@ installation_state() {
 }
 
 find_python() {
-    local candidate
-    if [[ -n ${PYTHON:-} ]] && ! is_supported_python "$PYTHON"; then
+    local candidate newest
+    if runs_xla_on_tpu; then
+        newest_python=13 pythons="3.11, 3.12 or 3.13"
+    fi
+    if [[ -n ${PYTHON:-} ]]; then
+        is_supported_python "$PYTHON" && echo "$PYTHON" && return
         log "PYTHON=$PYTHON is not a Python $pythons with the modules venv and ensurepip"
         return 1
     fi
-    # Last, the versions of pyenv, whose commands start only the selected ones.
-    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python \
-        "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.1[123].*/bin/python3; do
-        if is_supported_python "$candidate"; then
-            echo "$candidate"
-            return
-        fi
+    # Last, the versions of pyenv, whose commands start only the selected ones. 3.14, which has no torch-xla, only where
+    # there is no other.
+    for newest in 13 "$newest_python"; do
+        for candidate in python3 python3.{14,13,12,11} python \
+            "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.1[1234].*/bin/python3; do
+            if is_supported_python "$candidate" "$oldest_python" "$newest"; then
+                echo "$candidate"
+                return
+            fi
+        done
     done
-    log "no Python $pythons with the modules venv and ensurepip found (tried python3, python3.13," \
+    log "no Python $pythons with the modules venv and ensurepip found (tried python3, python3.14, python3.13," \
         "python3.12, python3.11, python, pyenv's versions): install one (Debian, Ubuntu: apt install python3-venv)," \
         "or give its path: PYTHON=/path/to/python3.12"
     return 1
 }
 
+# Whether a command is a Python 3 whose minor version is in a range, by default that of the environment.
 is_supported_python() {
-    "$1" -c "import ensurepip, sys, venv; sys.exit(not (3, $oldest_python) <= sys.version_info[:2] <= (3, 13))" \
-        2> /dev/null
+    local range="${2:-$oldest_python} <= sys.version_info[1] <= ${3:-$newest_python}"
+    "$1" -c "import ensurepip, sys, venv; sys.exit(not (sys.version_info[0] == 3 and $range))" 2> /dev/null
 }
 
 # A host has TPUs if TPU_ACCELERATOR_TYPE is set (torch-xla reads it instead of the metadata server), or if it has a PCI

@@ -38,7 +38,7 @@ def choose_engine(config: TrainConfig) -> tuple[str, str]:
     """Return the engine's name and the reason, from the flags, the devices and the installed packages."""
     if config.engine == "xla":
         if not _has_xla():
-            remedy = "it is made for Linux on x86-64; --engine=torch runs on CUDA and CPUs"
+            remedy = "it is made for Linux on x86-64 and Python 3.11 to 3.13; --engine=torch runs on CUDA and CPUs"
             raise UserError(f"--engine=xla, but the package torch_xla is not installed: {remedy}")
         return "xla", "--engine"
     kind, count = accelerator.find_devices()

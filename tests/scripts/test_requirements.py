@@ -58,8 +58,9 @@ def imported_packages() -> Iterator[str]:
 
 
 def pins(name: str) -> dict[str, str]:
-    """Return the versions that a file of requirements pins."""
-    return dict(re.findall(r"^([\w.-]+)(?:\[\w+\])?==([\w.+]+)", (ROOT / name).read_text(), re.MULTILINE))
+    """Return the versions that a file of requirements pins for the oldest Python."""
+    text = re.sub(r"^.* python_version >= .*$", "", (ROOT / name).read_text(), flags=re.MULTILINE)
+    return dict(re.findall(r"^([\w.-]+)(?:\[\w+\])?==([\w.+]+)", text, re.MULTILINE))
 
 
 @complete
@@ -143,6 +144,7 @@ def test_the_newest_torch_is_tested_with_the_other_packages_at_their_pinned_vers
     usual = {name: version for file in files for name, version in pins(file).items()}
     newest = pins("requirements/newest.txt")
     assert "torch-xla" not in newest
+    assert f'\ntorch=={newest["torch"]} ; python_version >= "3.14"\n' in (ROOT / "requirements.txt").read_text()
     assert {name for name, version in newest.items() if usual[name] != version} == {"torch"}
     torch_tpu = pins("requirements/torchtpu.txt")
     assert {name for name, version in torch_tpu.items() if usual.get(name) != version} == {"torch", "torch_tpu"}

@@ -171,16 +171,47 @@ def test_a_host_without_a_gpu_installs_the_cpu_build_of_torch_if_the_index_has_i
     assert "torch==" not in installation()
 
 
-def test_without_a_supported_python_the_message_says_what_to_install(checkout: Path, tmp_path: Path) -> None:
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    for name in ("bash", "cat", "dirname", "mkdir", "find", "flock"):
+@pytest.fixture
+def tools(checkout: Path) -> Path:
+    """Return a folder of programs for PATH, of which none is a Python."""
+    (checkout / "tools").mkdir()
+    for name in ("bash", "cat", "dirname", "mkdir", "find", "flock", "sed"):
         if path := shutil.which(name):
-            (tools / name).symlink_to(path)
+            (checkout / "tools" / name).symlink_to(path)
+    return checkout / "tools"
+
+
+def test_without_a_supported_python_the_message_says_what_to_install(checkout: Path, tools: Path) -> None:
     failed = bash(checkout, "source scripts/setup.sh; set_up requirements.txt", PATH=str(tools), PYENV_ROOT=str(tools))
     assert failed.returncode == 1
-    assert "no Python 3.11, 3.12 or 3.13" in failed.stderr
+    assert "no Python 3.11, 3.12, 3.13 or 3.14" in failed.stderr
     assert "PYTHON=/path/to/python3.12" in failed.stderr
+
+
+def test_a_python_without_torch_xla_is_taken_where_there_is_no_other(checkout: Path, tools: Path) -> None:
+    (checkout / "requirements.txt").write_text((ROOT / "requirements.txt").read_text())
+
+    def add(name: str, minor: int) -> Path:
+        """Add a Python that calls itself 3.minor."""
+        program = f"import sys; sys.version_info = (3, {minor}); exec(sys.argv.pop(1))"
+        return write_executable(tools / name, f'#!/bin/sh\nexec {sys.executable} -c "{program}" "$2"\n')
+
+    def found(**environment: str) -> tuple[str, str]:
+        """Return the Python of an environment, and the torch that would be installed for it."""
+        command = "source scripts/setup.sh; python=$(find_python); echo $python; pinned_version torch requirements.txt"
+        done = bash(checkout, command, PATH=str(tools), PYENV_ROOT=str(checkout), **environment)
+        name, version = done.stdout.split()
+        return Path(name).name, version
+
+    add("python3", 14)
+    assert found() == ("python3", "2.15.0")
+    add("python3.12", 12)
+    assert found() == ("python3.12", "2.9.0")
+    assert found(PYTHON=str(tools / "python3")) == ("python3", "2.15.0")
+    assert found(TPU_ACCELERATOR_TYPE="v5e") == ("python3.12", "2.9.0")
+    on_tpu = {"TPU_ACCELERATOR_TYPE": "v5e", "PYTHON": str(tools / "python3")}
+    refused = bash(checkout, "source scripts/setup.sh; find_python", **on_tpu)
+    assert refused.returncode == 1 and "is not a Python 3.11, 3.12 or 3.13 with" in refused.stderr
 
 
 @pytest.mark.slow
@@ -439,11 +470,12 @@ def test_a_run_that_hangs_writes_its_stacks_and_is_started_again(installed: Path
     flags = f"--num_steps={STEPS} --checkpoint_interval=4 --step_timeout=10"
     with Attended(installed, flags, NPROC="2", PJRT_DEVICE="") as run:
         wait_until(partial(run.has_reached, 6), run.script)
-        stopped = next(worker for worker in run.workers() if worker.environ()["RANK"] == "1")
+        waiting, stopped = sorted(run.workers(), key=lambda worker: worker.environ()["RANK"])
         stopped.suspend()
         before = run.lines()
         wait_until(lambda: "Current thread" in run.errors(), run.script)
         assert "a step has not ended in time (--step_timeout=10)" in run.errors()
+        wait_until(lambda: not waiting.is_running() or waiting.status() == psutil.STATUS_ZOMBIE, run.script)
         stopped.kill()  # the launcher would, after 30 s
         run.finish()
         assert "training ended with code 5 at step" in run.errors()

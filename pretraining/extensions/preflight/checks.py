@@ -86,7 +86,8 @@ def check_checkpoint_folder(config: TrainConfig) -> None:
 def check_packages(config: TrainConfig) -> None:
     """Raise UserError if the engine is not installed, torch was built without the device, or there is no driver."""
     if config.engine == "xla" and not find_spec("torch_xla"):
-        remedy = "the package torch_xla is not installed: it is made for Linux on x86-64; use --engine=torch"
+        made_for = "Linux on x86-64 and Python 3.11 to 3.13"
+        remedy = f"the package torch_xla is not installed: it is made for {made_for}; use --engine=torch"
         raise UserError(f"--engine=xla: {remedy}")
     torch = find_spec("torch")
     if torch and torch.origin and (version := Path(torch.origin).with_name("version.py")).is_file():
