@@ -13,21 +13,41 @@ from hypothesis import strategies as st
 
 from pretraining.config.errors import UserError
 from pretraining.data import IGNORED, open_stream
-from tests.data.corpora import corpus, numbered, rows, settings, write_flat
+from tests.data.corpora import SEPARATOR, corpus, numbered, rows, settings, write_flat
 
 EOS, BOS, BOL, EOL = 900_001, 900_002, 900_003, 900_004
 
 
-def test_bos_and_eos_stand_around_every_document(tmp_path: Path) -> None:
-    documents = numbered([5, 30, 1, 0, 2] * 20)
-    corpus(tmp_path / "data", documents)
-    stream = open_stream(settings(tmp_path / "data", shuffle="none", eos_token=EOS, bos_token=BOS, num_epochs=1))
-    want = [token for document in documents if document for token in [BOS, *document, EOS]]
-    assert np.concatenate(rows(stream, stream.steps or 0)).tolist() == want[: len(want) // 16 * 16]
+@pytest.mark.parametrize("kind", ["uint16", "int32", "int64"])
+@pytest.mark.parametrize(
+    ("fields", "begin", "end"),
+    [
+        ({}, [], [SEPARATOR]),
+        ({"eos_token": EOS, "bos_token": BOS}, [BOS], [EOS]),
+        ({"sep_token": -1}, [], []),
+        ({"sep_token": -1, "bos_token": BOS}, [BOS], []),
+    ],
+)
+def test_without_shuffling_documents_come_as_they_are_stored_between_their_special_tokens(
+    tmp_path: Path, kind: str, fields: dict[str, int], begin: list[int], end: list[int]
+) -> None:
+    """Of packed rows, short documents are gathered from their block, and long ones are read one by one."""
+    for name, lengths in (("short", [3, 31, 0, 7, 2] * 40), ("long", [4000, 1, 0, 3000] * 3)):
+        documents = numbered(lengths)
+        write_flat(tmp_path / name / "s0", documents[:9], kind)
+        write_flat(tmp_path / name / "s1", documents[9:], kind)
+        stream = open_stream(settings(tmp_path / name, shuffle="none", reset_attention_mask=True, **fields))
+        stored = [token for document in documents if document for token in [*begin, *document, *end]]
+        steps = 2 * len(stored) // 16  # of two epochs
+        assert np.concatenate(rows(stream, steps)).tolist() == (stored * 2)[: steps * 16]
+        notes = stream.facts()["notes"]
+        assert ("no separator between documents (--sep_token)" in notes) == (not end)
 
 
-@pytest.mark.parametrize(("bol", "eol"), [(BOL, None), (None, EOL), (BOL, EOL)])
-def test_bol_begins_every_sequence_and_eol_is_its_last_label(tmp_path: Path, bol: int | None, eol: int | None) -> None:
+@pytest.mark.parametrize(("bol", "eol"), [(None, None), (BOL, None), (None, EOL), (BOL, EOL)])
+def test_a_label_is_the_next_token_and_bol_begins_every_sequence_and_eol_is_its_last_label(
+    tmp_path: Path, bol: int | None, eol: int | None
+) -> None:
     """As in fms-fsdp: a line of seq_length + 1 tokens with both at its ends, cut into inputs and shifted labels."""
     documents = numbered([5, 30, 1, 2] * 20)
     corpus(tmp_path / "data", documents)
@@ -98,22 +118,6 @@ def test_eod_mask_loss_leaves_out_what_follows_a_separator_and_nothing_else(tmp_
         want, got = plain.batch(step), masked.batch(step)
         assert np.array_equal(want["tokens"], got["tokens"])
         assert np.array_equal(got["labels"], np.where(want["tokens"] == EOS, IGNORED, want["labels"]))
-
-
-@pytest.mark.parametrize("kind", ["uint16", "int32", "int64"])
-@pytest.mark.parametrize("bos", [None, BOS])
-def test_packed_rows_are_read_without_separators(tmp_path: Path, kind: str, bos: int | None) -> None:
-    """Short documents are gathered from their block, long ones read one by one."""
-    for name, lengths in (("short", [3, 1, 0, 7, 2] * 40), ("long", [4000, 1, 0, 3000] * 3)):
-        documents = numbered(lengths)
-        write_flat(tmp_path / name / "s0", documents, kind)
-        config = settings(tmp_path / name, shuffle="none", sep_token=-1, bos_token=bos, reset_attention_mask=True)
-        stream = open_stream(config)
-        lead = [] if bos is None else [bos]
-        expected = [token for document in documents if document for token in [*lead, *document]]
-        steps = len(expected) // 16
-        assert np.concatenate(rows(stream, steps)).tolist() == expected[: steps * 16]
-        assert stream.facts()["notes"] == ["no separator between documents (--sep_token)"]
 
 
 @pytest.mark.parametrize("flags", [{}, {"sep_token": 1}, {"eos_token": 1}])

@@ -108,15 +108,6 @@ def test_a_stream_of_eight_ranks_goes_on_with_two_and_four_and_another_batch_siz
     assert np.array_equal(got, whole[: len(got)])
 
 
-def test_a_label_is_the_next_token_of_the_stream_across_rows_too(tmp_path: Path) -> None:
-    corpus(tmp_path / "data", numbered([7, 90, 3, 0, 20] * 9))
-    stream = open_stream(settings(tmp_path / "data", logical_shards=1, global_batch_size=4))
-    lines = [stream.batch(step) for step in range(20)]
-    tokens, labels = (np.concatenate([line[name].reshape(-1) for line in lines]) for name in ("tokens", "labels"))
-    assert tokens.dtype == labels.dtype == np.int32
-    assert np.array_equal(tokens[1:], labels[:-1])
-
-
 def test_the_order_changes_with_the_seed_and_from_epoch_to_epoch(tmp_path: Path) -> None:
     corpus(tmp_path / "data", numbered([15] * 64))
     one, other = (np.array(rows(open_stream(settings(tmp_path / "data", seed=seed)), 128)) for seed in (1, 2))
@@ -130,14 +121,6 @@ def test_the_published_order_never_changes(tmp_path: Path) -> None:
     corpus(tmp_path / "data", numbered([15] * 300))
     got = rows(open_stream(settings(tmp_path / "data", seed=7)), 6)
     assert [int(row[0]) for row in got] == [2867, 422, 32, 1862, 2807, 3182]
-
-
-def test_without_shuffling_documents_come_as_they_are_stored(tmp_path: Path) -> None:
-    documents = numbered([15, 7, 31, 0, 2] * 40)
-    corpus(tmp_path / "data", documents[:90], documents[90:])
-    stream = open_stream(settings(tmp_path / "data", shuffle="none"))
-    stored = [token for document in documents if document for token in [*document, SEPARATOR]]
-    assert np.concatenate(rows(stream, 2 * len(stored) // 16)).tolist() == (stored * 2)[: 2 * len(stored) // 16 * 16]
 
 
 def test_max_samples_takes_the_first_documents_of_every_dataset(tmp_path: Path) -> None:
