@@ -25,20 +25,16 @@ def test_a_run_keeps_its_name_as_long_as_it_can_continue_and_the_defaults_of_a_v
     assert len({folder(**fields) for fields in others}) == len(others)
 
 
-@pytest.mark.parametrize(
-    ("fields", "name"),
-    [
-        ({"lora_rank": 4, "lora_bias": "all", "optimizer_args": "beta1=0.8"}, "6ae91f"),
-        ({"lora_rank": 4, "lora_bias": "all", "lora_alpha": 32.0, "optimizer_args": "beta1=0.8"}, "6ae91f"),
-        (
-            {"ema_decay": 0.9, "optimizer": "muon", "optimizer_args": "momentum=0.9", "tie_word_embeddings": True},
-            "431280",
-        ),
-        (
-            {"mup_base_width": 512, "mup_base_head_dim": 32, "optimizer": "muon", "optimizer_args": "momentum=0.9"},
-            "356425",
-        ),
-    ],
-)
+LORA: dict[str, Any] = {"lora_rank": 4, "lora_bias": "all", "optimizer_args": "beta1=0.8"}
+MUON: dict[str, Any] = {"optimizer": "muon", "optimizer_args": "momentum=0.9"}
+NAMES: list[tuple[dict[str, Any], str]] = [
+    (LORA, "6ae91f"),
+    ({**LORA, "lora_alpha": 32.0}, "6ae91f"),
+    ({**MUON, "ema_decay": 0.9, "tie_word_embeddings": True}, "431280"),
+    ({**MUON, "mup_base_width": 512, "mup_base_head_dim": 32}, "356425"),
+]
+
+
+@pytest.mark.parametrize(("fields", "name"), NAMES)
 def test_a_run_has_the_default_name_that_it_had_when_its_settings_stood_in_the_core(fields: Any, name: str) -> None:
     assert CONFIGURATION(**fields).default_run_name == f"llama2_7b-{name}"

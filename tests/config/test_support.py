@@ -57,13 +57,12 @@ def test_a_kernel_whose_extension_is_not_there_is_refused_and_none_is_needed() -
     assert str(TrainConfig(attention_impl="chunked").attention_on("TPU")) == "chunked, --attention_impl"
 
 
-def test_a_precision_whose_extension_is_not_there_is_refused() -> None:
-    with pytest.raises(UserError, match=r"--precision=fp8: needs pretraining/extensions/fp8, .*use mixed_bf16"):
-        precision_of(TrainConfig(precision="fp8"))
-    with pytest.raises(UserError, match=r"--precision=fp16: needs pretraining/extensions/fp16, .*use mixed_bf16"):
-        precision_of(TrainConfig(precision="fp16"))
-    with pytest.raises(UserError, match=r"--precision=manual: needs pretraining/extensions/manual_precision, "):
-        precision_of(TrainConfig(precision="manual"))
+@pytest.mark.parametrize("precision", ["fp8", "fp16", "manual"])
+def test_a_precision_whose_extension_is_not_there_is_refused(precision: Any) -> None:
+    name = "manual_precision" if precision == "manual" else precision
+    message = f"--precision={precision}: needs pretraining/extensions/{name}, .*use mixed_bf16"
+    with pytest.raises(UserError, match=message):
+        precision_of(TrainConfig(precision=precision))
 
 
 @pytest.mark.parametrize(("limit", "fields"), [(limit, row[1]) for limit, row in zip(LIMITS, EXAMPLES, strict=True)])

@@ -14,11 +14,14 @@ from tests.config.test_validate import STAGES, found
 from tests.end_to_end.small import MODEL
 
 SETTINGS = settings_of(CONFIGURATION)
+SEQUENCES: dict[str, Any] = {"tensor_parallel_size": 4, "sequence_parallel": True}
 RAMPED: dict[str, Any] = {"global_batch_size": 16, "batch_size": 4}
 SAVED: dict[str, Any] = {"checkpoint_interval": 100}
 MANUAL: dict[str, Any] = {"precision": "manual", "master_weights": False}
 SHAPE = {"hidden_size": 64, "num_attention_heads": 8, "num_kv_heads": 4, "head_dim": 8, "intermediate_size": 256}
 FP8: dict[str, Any] = {"precision": "fp8", "model_variant": "tiny", **SHAPE}
+FP8_RANKS: dict[str, Any] = {**FP8, "tensor_parallel_size": 4, "num_kv_heads": 8, "head_dim": 16}
+FP16: dict[str, Any] = {"precision": "fp16"}
 LORA: dict[str, Any] = {**MODEL, "lora_rank": 4}
 LAYERS = "lora_target_modules=.* means other projections in layer 1 than in layer 0"
 RELATIVE: dict[str, Any] = {"optimizer": "adafactor", "optimizer_args": "relative_step=True", "num_steps": 100}
@@ -46,16 +49,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     # clock
     ({"checkpoint_seconds": 60}, "--checkpoint_seconds=60 .*checkpoint_interval=0"),
     # fp16, fp8
-    ({"precision": "fp16", "loss_scale": 8.0, "loss_scale_window": 5}, "loss_scale_window=5 +is for the dynamic"),
-    (
-        {"precision": "fp16", "min_loss_scale": 9.0, "initial_scale_power": 3},
-        "min_loss_scale=9.0 +is above the first scale.*initial_scale_power=3",
-    ),
+    ({**FP16, "loss_scale": 8.0, "loss_scale_window": 5}, "loss_scale_window=5 +is for the dynamic"),
+    ({**FP16, "min_loss_scale": 9.0, "initial_scale_power": 3}, "=9.0 +is above the first.*initial_scale_power=3"),
     ({**FP8, "intermediate_size": 200}, "intermediate_size=200 +is not a multiple of 16.*use 192 or 208"),
-    (
-        {**FP8, "tensor_parallel_size": 4, "intermediate_size": 160, "num_kv_heads": 8, "head_dim": 16},
-        "intermediate_size=160 +is not a multiple of 64 = 16 x 4 ranks.*use 128 or 192",
-    ),
+    ({**FP8_RANKS, "intermediate_size": 160}, "=160 +is not a multiple of 64 = 16 x 4 ranks.*use 128 or 192"),
     ({**FP8, "num_kv_heads": 1}, "num_kv_heads=1 +x head_dim=8 = 8 is not a multiple of 16"),
     ({**FP8, "batch_size": 1, "seq_length": 40}, "batch_size=1 +x 40 tokens = 40 is not a mult.*use 32 or 48"),
     # held_out
@@ -67,11 +64,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     # length_stages
     ({"seq_length_stages": "64:9,128"}, "--seq_length_stages=64:9,128 .*LENGTH:STEP.*such as 1024:2000"),
     ({"seq_length_stages": "100:9", "seq_length": 256}, "rows of 100 tokens.*divide seq_length=256"),
-    (
-        {"seq_length_stages": "6:9", "seq_length": 24, "tensor_parallel_size": 4, "sequence_parallel": True},
-        "rows of 6 tokens.*a multiple of 4",
-    ),
-    ({"seq_length_stages": "64:9", "seq_length": 256, **STAGES}, "seq_length_stages.*--pipeline_parallel_size=1"),
+    ({**SEQUENCES, "seq_length_stages": "6:9", "seq_length": 24}, "rows of 6 tokens.*a multiple of 4"),
+    ({**STAGES, "seq_length_stages": "64:9", "seq_length": 256}, "seq_length_stages.*--pipeline_parallel_size=1"),
     # local_tier
     ({"ckpt_local_path": "s3://b/n", "checkpoint_interval": 9}, "--ckpt_local_path=s3://b/n .*a local path"),
     ({"ckpt_local_path": "fast"}, "--ckpt_local_path=fast .*give an interval in steps"),
@@ -81,18 +75,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**LORA, "lora_target_modules": "q_pro"}, "=q_pro .*matches no projection"),
     ({**LORA, "lora_target_modules": "q_proj,typo"}, "=q_proj,typo .*contains typo, which matches no"),
     ({**LORA, "lora_target_modules": "q_proj,"}, "matches no projection"),
-    (
-        {**LORA, "lora_target_modules": "gate_proj", "activation": "gelu"},
-        "contains gate_proj, which matches no projection",
-    ),
+    ({**LORA, "lora_target_modules": "gate_proj", "activation": "gelu"}, "gate_proj, which matches no projection"),
     ({**LORA, "lora_target_modules": "layers.0.self_attn.q_proj"}, LAYERS),
     ({**LORA, "lora_target_modules": r"model\.layers\.1\..*q_proj"}, LAYERS),
     ({**LORA, "lora_target_modules": r"model\.layers\.0\..*q_proj"}, LAYERS),
     ({**LORA, "lora_modules_to_save": "lm_head,typo"}, "contains typo, which ends the name of no module"),
-    (
-        {**LORA, "lora_modules_to_save": "lm_head", "tie_word_embeddings": True},
-        "contains lm_head, which ends the name of no",
-    ),
+    ({**LORA, "lora_modules_to_save": "lm_head", "tie_word_embeddings": True}, "lm_head, which ends the name of no"),
     ({**LORA, "lora_modules_to_save": "q_proj"}, "lora_modules_to_save=q_proj .*q_proj, which has an adapter"),
     # moving_average
     ({**MANUAL, "ema_decay": 0.9}, "--ema_decay=0.9 .*stochastic_rounding=True"),
@@ -101,20 +89,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mup_base_width": 256, "optimizer": "lion"}, "--mup_base_width=256 .*lion.*adamw or muon"),
     ({"mup_base_width": 256, "lora_rank": 8}, "--mup_base_width=256 .*adapters.*export"),
     # one_program
-    (
-        {"one_program": "always", "pipeline_parallel_size": 2, "gradient_accumulation_steps": 2},
-        "--one_program=always .*several programs",
-    ),
+    ({**STAGES, "one_program": "always"}, "--one_program=always .*several programs"),
     # optimizers
     ({**RELATIVE, "lr_schedule": "wsd"}, "--lr_schedule=wsd .*relative_step=True, which computes its own rate"),
     ({**RELATIVE, "lr_decay_steps": 50}, "--lr_decay_steps=50 .*relative_step=True, which computes its own rate"),
     # profiler
     ({"use_profiler": True, "num_steps": 4}, "--profile_start_step=5 .*num_steps=4"),
     # save_schedule
-    (
-        {"checkpoint_interval": 1, "checkpoint_scale": "log"},
-        "--checkpoint_interval=1 .*checkpoint_scale=log.*use 2 or more",
-    ),
+    ({"checkpoint_interval": 1, "checkpoint_scale": "log"}, "--checkpoint_interval=1 .*scale=log.*use 2 or more"),
     ({"checkpoint_scale": "log"}, "--checkpoint_scale=log .*checkpoint_interval=0, which never saves"),
     ({"extra_checkpoint_steps": "1,2"}, "--extra_checkpoint_steps=1,2 .*checkpoint_interval=0"),
     ({**SAVED, "extra_checkpoint_steps": "1,x"}, "--extra_checkpoint_steps=1,x .*step numbers.*0,100,1000"),
