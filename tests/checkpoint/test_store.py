@@ -30,6 +30,9 @@ from tests.faults.damage import flip_bit_at
 
 FACTS = Facts(step=3, tokens_seen=96, data={"position": 12}, config={"seed": 1}, engine="xla", mesh={"shard": 8})
 
+Cut = tuple[int, int]  # into rows and columns
+SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 9))
+CUTS = st.tuples(st.integers(1, 4), st.integers(1, 4))
 Boxes = list[tuple[tuple[int, ...], tuple[int, ...]]]  # offsets and sizes of each
 
 
@@ -108,18 +111,9 @@ def test_what_is_saved_comes_back_bit_for_bit_from_json_and_ordinary_safetensors
 
 
 @settings(max_examples=40)
-@given(
-    shape=st.tuples(st.integers(1, 9), st.integers(1, 9)),
-    saved=st.tuples(st.integers(1, 4), st.integers(1, 4)),
-    loaded=st.tuples(st.integers(1, 4), st.integers(1, 4)),
-    block=st.sampled_from([4, 12, 64]),
-)
+@given(shape=SHAPES, saved=CUTS, loaded=CUTS, block=st.sampled_from([4, 12, 64]))
 def test_pieces_of_any_cut_load_into_any_other(
-    tmp_path_factory: pytest.TempPathFactory,
-    shape: tuple[int, int],
-    saved: tuple[int, int],
-    loaded: tuple[int, int],
-    block: int,
+    tmp_path_factory: pytest.TempPathFactory, shape: Cut, saved: Cut, loaded: Cut, block: int
 ) -> None:
     whole = torch.arange(shape[0] * shape[1], dtype=torch.float32).view(shape)
     with pytest.MonkeyPatch.context() as patch:

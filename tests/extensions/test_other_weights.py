@@ -25,9 +25,15 @@ from pretraining.extensions.checkpoints import newest_checkpoint, read_tensors
 from pretraining.run.start import parameter_shapes
 from pretraining.tools.convert.convert import main as convert
 from pretraining.tools.generate import base_weights, load_model
-from tests.checkpoint.small_run import open_run, small_config, train
-from tests.checkpoint.test_checkpoints import check_start_of, run
+from tests.checkpoint.small_run import PlainTrainee, open_run, small_config, train
+from tests.checkpoint.test_checkpoints import check_start_of, refuses, run
 from tests.selection import needs
+
+
+def restored(config: TrainConfig) -> tuple[PlainTrainee, Facts | None]:
+    """What a new run starts from."""
+    trainee = open_run(config)
+    return trainee, Checkpoints(config, Path(config.log_dir)).restore(trainee)  # type: ignore[arg-type]
 
 
 def test_without_the_folder_a_path_to_start_from_is_refused() -> None:
@@ -39,17 +45,13 @@ def test_another_model_than_that_of_the_weights_is_refused(tmp_path: Path) -> No
     run(tmp_path, num_steps=2)
     with pytest.raises(ConfigError, match=r"--num_layers=3 .*ckpt_load_path has 2"):
         run(tmp_path / "b", ckpt_load_path=str(tmp_path), num_layers=3)
-    other = small_config(tmp_path / "b", ckpt_load_path=str(tmp_path), hidden_size=32)
-    with pytest.raises(ConfigError, match="--hidden_size=32"):
-        check_start_of(other, tmp_path / "b")
+    refuses("--hidden_size=32", tmp_path / "b", ckpt_load_path=str(tmp_path), hidden_size=32)
 
 
 def test_another_run_s_checkpoint_gives_weights_and_moments_at_step_0(tmp_path: Path) -> None:
     run(tmp_path / "a", num_steps=4)
     for path in (tmp_path / "a", tmp_path / "a" / "checkpoints", tmp_path / "a" / "checkpoints" / "step_4"):
-        config = small_config(tmp_path / "b", ckpt_load_path=str(path), learning_rate=1e-5)
-        trainee = open_run(config)
-        facts = Checkpoints(config, tmp_path / "b").restore(trainee)  # type: ignore[arg-type]
+        trainee, facts = restored(small_config(tmp_path / "b", ckpt_load_path=str(path), learning_rate=1e-5))
         assert facts and (facts.step, facts.tokens_seen, facts.data) == (0, 0, None)
         saved = read_tensors(tmp_path / "a" / "checkpoints" / "step_4")
         assert all(torch.equal(tensor, saved[name]) for name, tensor in trainee.state().items())
@@ -58,19 +60,15 @@ def test_another_run_s_checkpoint_gives_weights_and_moments_at_step_0(tmp_path: 
 def test_a_change_that_load_step_refuses_is_accepted_without_it(tmp_path: Path) -> None:
     run(tmp_path / "a", num_steps=2)
     fields: dict[str, Any] = {"ckpt_load_path": str(tmp_path / "a"), "norm_eps": 1e-3, "strict_load": False}
-    other = small_config(tmp_path / "b", **fields, load_step=True)
-    with pytest.raises(ConfigError, match=r"--norm_eps=0\.001 .*; use that, or --load_step=False"):
-        check_start_of(other, tmp_path / "b")
+    refuses(r"--norm_eps=0\.001 .*; use that, or --load_step=False", tmp_path / "b", **fields, load_step=True)
     assert run(tmp_path / "b", **fields, num_steps=1)
-    with pytest.raises(ConfigError, match=r"--norm_eps=0\.01 .*; use that, or another --run_name"):
-        run(tmp_path / "b", **{**fields, "norm_eps": 1e-2}, load_step=True)
+    fields["norm_eps"] = 1e-2
+    refuses(r"--norm_eps=0\.01 .*; use that, or another --run_name", tmp_path / "b", **fields, load_step=True)
 
 
 def test_load_weights_only_leaves_the_optimizer_fresh(tmp_path: Path) -> None:
     run(tmp_path / "a", num_steps=4)
-    config = small_config(tmp_path / "b", ckpt_load_path=str(tmp_path / "a"), load_weights_only=True)
-    trainee = open_run(config)
-    Checkpoints(config, tmp_path / "b").restore(trainee)  # type: ignore[arg-type]
+    trainee, _ = restored(small_config(tmp_path / "b", ckpt_load_path=str(tmp_path / "a"), load_weights_only=True))
     state, saved = trainee.state(), read_tensors(tmp_path / "a" / "checkpoints" / "step_4")
     assert all(torch.equal(tensor, saved[name]) for name, tensor in state.items() if is_weight(name))
     assert not any(tensor.any() for name, tensor in state.items() if not is_weight(name))
@@ -93,27 +91,22 @@ def test_an_adapter_does_not_continue_without_its_base(tmp_path: Path, capsys: p
     run(other, num_steps=2, seed=1)
     fields: dict[str, Any] = {"lora_rank": 2, "ckpt_load_path": str(base)}
     run(adapter, **fields, num_steps=2)
-    initial = {**fields, "ckpt_load_path": ""}
-    with pytest.raises(ConfigError, match=rf"--ckpt_load_path= .*the adapter was trained on {base}; use that"):
-        check_start_of(small_config(adapter, **initial), adapter)
+    refuses(rf"--ckpt_load_path= .*the adapter was trained on {base}; use that", adapter, lora_rank=2)
     run(adapter, **fields, num_steps=4)
     printed = capsys.readouterr().out
     assert f"the frozen weights are those of {base}/checkpoints/step_2" in printed and "ckpt_load_path" not in printed
     run(adapter, **{**fields, "ckpt_load_path": str(other)})
     assert f"ckpt_load_path {base} -> {other}" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="--num_layers=3"):  # some frozen weights would be the initial ones
-        check_start_of(small_config(adapter, **fields, num_layers=3), adapter)
+    refuses("--num_layers=3", adapter, **fields, num_layers=3)  # some frozen weights would be the initial ones
     shutil.rmtree(base)
-    with pytest.raises(UserError, match="there is no such folder"):
-        check_start_of(small_config(adapter, **fields), adapter)
+    refuses("there is no such folder", adapter, **fields)
 
 
-@pytest.mark.parametrize("exists", [False, True])
-def test_a_load_path_without_a_checkpoint_is_an_error(tmp_path: Path, exists: bool) -> None:
-    if exists:
-        (tmp_path / "typo").mkdir()
-    with pytest.raises(UserError, match=r"typo: (there is no such folder|holds no committed checkpoint)"):
-        run(tmp_path / "b", ckpt_load_path=str(tmp_path / "typo"))
+def test_a_load_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for name, words in (("typo", "typo: there is no such folder"), ("empty", "empty: holds no committed checkpoint")):
+        with pytest.raises(UserError, match=words):
+            run(tmp_path / "b", ckpt_load_path=str(tmp_path / name))
 
 
 def test_strict_load_names_what_differs_and_can_be_told_to_let_it_be(
@@ -158,20 +151,18 @@ def test_a_run_prints_where_it_starts_and_does_not_ignore_a_path_in_silence(
         Path(own).mkdir(exist_ok=True)
     assert "is not read" not in printed(tmp_path / "empty", num_steps=2, ckpt_load_path=own, load_step=True)
     assert f"continuing from {own}/step_2" in printed(tmp_path / "empty", num_steps=4, ckpt_load_path=own)
-    with pytest.raises(ConfigError, match="--hidden_size=32"):  # a setting that a run cannot change
-        fields = {"ckpt_load_path": own, "load_step": True, "hidden_size": 32}
-        check_start_of(small_config(tmp_path / "new", **fields), tmp_path / "new")
-    for folder in ("a", "new"):
-        with pytest.raises(UserError, match=r"--ckpt_load_path=.*typo: there is no such folder"):
-            check_start_of(small_config(tmp_path / folder, ckpt_load_path=str(tmp_path / "typo")), tmp_path / folder)
+    # a setting that a run cannot change
+    refuses("--hidden_size=32", tmp_path / "new", ckpt_load_path=own, load_step=True, hidden_size=32)
+    for folder in (tmp_path / "a", tmp_path / "new"):
+        refuses(r"--ckpt_load_path=.*typo: there is no such folder", folder, ckpt_load_path=str(tmp_path / "typo"))
 
 
 @needs("lora")
 def test_adapters_continue_with_the_modules_that_their_checkpoint_has(tmp_path: Path) -> None:
     """norm was the last norm once: such a checkpoint continues as model.norm."""
     run(tmp_path / "base", num_steps=2)
-    fields = {"lora_rank": 2, "ckpt_load_path": str(tmp_path / "base"), "num_steps": 4}
-    train(small_config(tmp_path / "run", **fields, lora_modules_to_save="model.norm"), lambda step, loss: None)
+    fields: dict[str, Any] = {"lora_rank": 2, "ckpt_load_path": str(tmp_path / "base"), "num_steps": 4}
+    run(tmp_path / "run", **fields, lora_modules_to_save="model.norm")
     checkpoint = newest_checkpoint(tmp_path / "run")
     facts = json.loads((checkpoint / "facts.json").read_text())
     facts["config"]["lora_modules_to_save"] = "norm"
@@ -180,19 +171,19 @@ def test_adapters_continue_with_the_modules_that_their_checkpoint_has(tmp_path: 
         (checkpoint / name).unlink()
     write_commit(checkpoint, manifest, Facts(**facts))
     check_start_of(small_config(tmp_path / "run", **fields, lora_modules_to_save="model.norm"), tmp_path / "run")
-    with pytest.raises(UserError, match=r"has no .*norm.*this run trains; the last norm alone is .*=model\.norm"):
-        check_start_of(small_config(tmp_path / "run", **fields, lora_modules_to_save="norm"), tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"--lora_modules_to_save=lm_head .*trained with norm"):
-        check_start_of(small_config(tmp_path / "run", **fields, lora_modules_to_save="lm_head"), tmp_path / "run")
+    for modules, words in (
+        ("norm", r"has no .*norm.*this run trains; the last norm alone is .*=model\.norm"),
+        ("lm_head", "--lora_modules_to_save=lm_head .*trained with norm"),
+    ):
+        refuses(words, tmp_path / "run", **fields, lora_modules_to_save=modules)
 
 
 @needs("lora")
 @pytest.mark.parametrize("fields", [{}, {"load_step": True}, {"lora_rank": 0}])
 def test_adapters_alone_are_no_weights_to_start_from(fields: dict[str, Any], tmp_path: Path) -> None:
     run(tmp_path, num_steps=2, lora_rank=2)
-    config = small_config(tmp_path / "b", **{"lora_rank": 2, "ckpt_load_path": str(tmp_path), **fields})
-    with pytest.raises(UserError, match=r"step_2: has adapters without the weights .*; --lora_load_path takes what"):
-        check_start_of(config, tmp_path / "b")
+    words = r"step_2: has adapters without the weights .*; --lora_load_path takes what"
+    refuses(words, tmp_path / "b", **{"lora_rank": 2, "ckpt_load_path": str(tmp_path), **fields})
 
 
 def test_another_rotary_base_needs_strict_load_off(tmp_path: Path) -> None:
@@ -211,9 +202,9 @@ def test_adapters_of_a_model_with_a_tied_head_are_read_with_their_base(tmp_path:
 
     exported = to_huggingface(open_checkpoint(newest_checkpoint(base)), tmp_path / "hf")
     path = str(base if is_ours else exported)
-    config = small_config(log_dir, num_steps=2, lora_rank=2, ckpt_load_path=path, tie_word_embeddings=True)
-    train(config, lambda step, loss: None)
-    checkpoint = open_checkpoint(newest_checkpoint(log_dir))
+    fields: dict[str, Any] = {"num_steps": 2, "lora_rank": 2, "ckpt_load_path": path, "tie_word_embeddings": True}
+    run(log_dir, **fields)
+    config, checkpoint = small_config(log_dir, **fields), open_checkpoint(newest_checkpoint(log_dir))
     load_model(config, {**base_weights(checkpoint, config), **read_tensors(checkpoint, is_weight)})
 
 
@@ -249,11 +240,9 @@ def test_adapters_do_not_continue_on_other_weights_than_they_were_trained_on(tmp
 @needs("optimizers")
 def test_another_optimizer_takes_weights_alone_from_a_checkpoint(tmp_path: Path) -> None:
     run(tmp_path, num_steps=2)
-    source = str(tmp_path / "checkpoints")
-    other = small_config(tmp_path / "other", num_steps=4, optimizer="lion", ckpt_load_path=source)
-    with pytest.raises(ConfigError, match=r"--optimizer=lion .*has the state of adamw; --load_weights_only=True"):
-        check_start_of(other, tmp_path / "other")
-    check_start_of(replace(other, load_weights_only=True), tmp_path / "other")
+    fields: dict[str, Any] = {"num_steps": 4, "optimizer": "lion", "ckpt_load_path": str(tmp_path / "checkpoints")}
+    refuses("--optimizer=lion .*has the state of adamw; --load_weights_only=True", tmp_path / "other", **fields)
+    check_start_of(small_config(tmp_path / "other", **fields, load_weights_only=True), tmp_path / "other")
 
 
 @pytest.mark.slow
@@ -264,13 +253,11 @@ def test_an_adapter_starts_on_a_run_of_any_optimizer_and_keeps_its_scale(tmp_pat
     assert run(tmp_path / "lora", **fields, num_steps=2)
     assert run(tmp_path / "lora", **fields, num_steps=4)
     for name, value in (("lora_alpha", 16.0), ("lora_use_rslora", True)):
-        with pytest.raises(ConfigError, match=rf"--{name}={value} .*; use that, or another --run_name"):
-            run(tmp_path / "lora", **{**fields, name: value}, num_steps=6)
+        refuses(rf"--{name}={value} .*; use that, or another --run_name", tmp_path / "lora", **{**fields, name: value})
     whole = {**fields, "lora_save_mode": "base_and_adapter"}
     assert run(tmp_path / "whole", **whole, num_steps=2)
-    other = small_config(tmp_path / "new", **{**whole, "ckpt_load_path": str(tmp_path / "whole"), "lora_alpha": 16.0})
-    with pytest.raises(ConfigError, match=r"--lora_alpha=16\.0 .*ckpt_load_path has 32\.0; use that, or --strict_load"):
-        check_start_of(other, tmp_path / "new")
+    whole |= {"ckpt_load_path": str(tmp_path / "whole"), "lora_alpha": 16.0}
+    refuses(r"--lora_alpha=16\.0 .*path has 32\.0; use that, or --strict_load", tmp_path / "new", **whole)
 
 
 @needs("optimizers", "huggingface")
