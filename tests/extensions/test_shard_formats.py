@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -35,52 +36,35 @@ def test_a_flat_parquet_column_has_no_documents(tmp_path: Path) -> None:
     assert "a column of single tokens has no documents" in complaint(tmp_path / "data")
 
 
-@pytest.mark.parametrize("store", ["arrow", "parquet"])
-def test_a_mask_of_trained_tokens_under_another_name_is_refused(tmp_path: Path, store: str) -> None:
-    table = pa.table({"tokens": [[5, 6, 7], [8, 9, 10]], "completion_mask": [[0, 1, 1], [0, 0, 1]]})
-    unread = corpora.write_table(tmp_path / "data" / f"x.{store}", table, store)
-    with pytest.raises(UserError, match=r"column completion_mask marks the trained tokens.*rename it to loss_mask"):
-        open_stream(settings(tmp_path / "data", seq_length=3))
-    unread.unlink()
-    read = table.append_column("loss_mask", table["completion_mask"])
-    corpora.write_table(tmp_path / "data" / f"y.{store}", read, store)
-    open_stream(settings(tmp_path / "data", seq_length=3))
-
-
-@pytest.mark.parametrize(
-    ("mask", "value"),
-    [([[0.0, 1.0, 0.25], [1.0, 1.0, 1.0]], "0.25"), ([[0, 1, 1], [1, -1, 1]], "-1"), ([["0", "1", "1"]] * 2, "0")],
-)
-def test_a_mask_of_weights_is_refused(tmp_path: Path, mask: list[list[Any]], value: str) -> None:
-    table = pa.table({"tokens": [[5, 6, 7], [8, 9, 10]], "loss_mask": mask})
-    corpora.write_table(tmp_path / "data" / "x.parquet", table, "parquet")
-    with pytest.raises(UserError, match=f"loss_mask has {value}: write 1 where a token is trained, otherwise 0"):
-        open_stream(settings(tmp_path / "data", seq_length=3))
+MASK, PADDED = [[0, 1, 1], [0, 0, 1]], [[1, 1, 0], [1, 1, 1]]
+PADDING = "attention_mask marks 1 tokens of padding, which would be trained"
+WEIGHT = "write 1 where a token is trained, otherwise 0"
+COLUMNS: list[tuple[dict[str, list[list[Any]]], str]] = [  # besides the tokens, and the refusal
+    ({"attention_mask": [[1, 1, 1]] * 2}, ""),
+    ({"attention_mask": PADDED}, PADDING),
+    ({"attention_mask": [[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]}, PADDING),
+    ({"attention_mask": PADDED, "labels": [[5, 6, -100], [8, 9, 10]]}, ""),
+    (
+        {"attention_mask": [[0, 1, 1], [1, 1, 1]], "labels": [[-100, 6, 7], [8, 9, 10]]},
+        "attention_mask marks padding before a text",
+    ),
+    ({"completion_mask": MASK}, "column completion_mask marks the trained tokens.*rename it to loss_mask"),
+    ({"completion_mask": MASK, "loss_mask": MASK}, ""),
+    ({"loss_mask": [[0.0, 1.0, 0.25], [1.0, 1.0, 1.0]]}, f"loss_mask has 0.25: {WEIGHT}"),
+    ({"loss_mask": [[0, 1, 1], [1, -1, 1]]}, f"loss_mask has -1: {WEIGHT}"),
+    ({"loss_mask": [["0", "1", "1"]] * 2}, f"loss_mask has 0: {WEIGHT}"),
+]
 
 
 @pytest.mark.parametrize("store", ["arrow", "stream", "parquet"])
-@pytest.mark.parametrize(
-    ("mask", "labels", "refusal"),
-    [
-        ([[1, 1, 1], [1, 1, 1]], None, ""),
-        ([[1, 1, 0], [1, 1, 1]], None, "attention_mask marks 1 tokens of padding, which would be trained"),
-        ([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]], None, "attention_mask marks 1 tokens of padding, which would be trained"),
-        ([[1, 1, 0], [1, 1, 1]], [[5, 6, -100], [8, 9, 10]], ""),
-        ([[0, 1, 1], [1, 1, 1]], [[-100, 6, 7], [8, 9, 10]], "attention_mask marks padding before a text"),
-    ],
-)
-def test_padding_of_transformers_tokenizers_is_not_trained_as_text(
-    tmp_path: Path, store: str, mask: list[list[float]], labels: list[list[int]] | None, refusal: str
+@pytest.mark.parametrize(("columns", "refusal"), COLUMNS)
+def test_a_column_that_marks_trained_tokens_or_padding_is_read_or_refused(
+    tmp_path: Path, store: str, columns: dict[str, list[list[Any]]], refusal: str
 ) -> None:
-    columns = {"input_ids": [[5, 6, 7], [8, 9, 10]], "attention_mask": mask} | ({"labels": labels} if labels else {})
-    table = pa.table({"text": ["a", "b"], **columns})
+    table = pa.table({"text": ["a", "b"], "input_ids": [[5, 6, 7], [8, 9, 10]], **columns})
     corpora.write_table(tmp_path / "data" / "x", table, store, rows=1)
-    config = settings(tmp_path / "data", col_name="input_ids", seq_length=3)
-    if refusal:
-        with pytest.raises(UserError, match=refusal):
-            open_stream(config)
-    else:
-        open_stream(config)
+    with pytest.raises(UserError, match=refusal) if refusal else nullcontext():
+        open_stream(settings(tmp_path / "data", col_name="input_ids", seq_length=3))
 
 
 LENGTHS = st.lists(st.lists(st.integers(1, 4), max_size=3), min_size=1, max_size=5).filter(any)
@@ -185,23 +169,23 @@ def test_without_the_folder_such_shards_are_refused_with_its_name(
     assert complaint(folder, file_type="parquet") == f"{folder}: {message}"
 
 
-@pytest.mark.parametrize(
-    ("names", "complains"),
-    [
-        (["data/train-00000-of-00002.parquet", "data/test-00000-of-00001.parquet"], True),  # of the hub
-        (["c4-train.arrow", "c4-validation.arrow"], True),  # of the cache of Hugging Face's datasets
-        (["pile_train_text_document.idx", "pile_valid_text_document.idx"], True),
-        (["train/0.parquet", "test/0.parquet"], True),
-        (["web/train/a/0.parquet", "web/dev/a/0.parquet"], True),
-        (["x.arrow", "cache-0123456789abcdef.arrow"], True),
-        (["cache-0123456789abcdef.arrow", "cache-0123456789abcde0_00000_of_00002.arrow"], True),
-        (["cache-0123456789abcde0_00000_of_00002.arrow", "cache-0123456789abcde0_00001_of_00002.arrow"], False),
-        (["train-00000-of-00002.parquet", "train-00001-of-00002.parquet"], False),
-        (["test-00000-of-00001.parquet"], False),
-        (["trains.parquet", "tests.parquet", "web-train.parquet", "books-test.parquet"], False),
-        (["train/0.parquet", ".cache/test/0.parquet", "_old/train-0.arrow", "_old/test-0.arrow"], False),
-    ],
-)
+FILES: list[tuple[list[str], bool]] = [  # names of shards, and whether they are refused
+    (["data/train-00000-of-00002.parquet", "data/test-00000-of-00001.parquet"], True),  # of the hub
+    (["c4-train.arrow", "c4-validation.arrow"], True),  # of the cache of Hugging Face's datasets
+    (["pile_train_text_document.idx", "pile_valid_text_document.idx"], True),
+    (["train/0.parquet", "test/0.parquet"], True),
+    (["web/train/a/0.parquet", "web/dev/a/0.parquet"], True),
+    (["x.arrow", "cache-0123456789abcdef.arrow"], True),
+    (["cache-0123456789abcdef.arrow", "cache-0123456789abcde0_00000_of_00002.arrow"], True),
+    (["cache-0123456789abcde0_00000_of_00002.arrow", "cache-0123456789abcde0_00001_of_00002.arrow"], False),
+    (["train-00000-of-00002.parquet", "train-00001-of-00002.parquet"], False),
+    (["test-00000-of-00001.parquet"], False),
+    (["trains.parquet", "tests.parquet", "web-train.parquet", "books-test.parquet"], False),
+    (["train/0.parquet", ".cache/test/0.parquet", "_old/train-0.arrow", "_old/test-0.arrow"], False),
+]
+
+
+@pytest.mark.parametrize(("names", "complains"), FILES)
 def test_shards_of_several_splits_and_caches_of_the_same_documents_are_not_one_dataset(
     tmp_path: Path, names: list[str], complains: bool
 ) -> None:
