@@ -200,6 +200,9 @@ def test_the_batch_sizes_a_message_offers_are_valid(batch: int, total: int, pass
         ({"optimizer_args": "x"}, {"learning_rate": 1.0}),
         ({"engine": "tpu"}, {"cpu_offload": True}),
         pytest.param({"lora_rank": -1}, {"lora_alpha": 3.0}, marks=needs("lora")),
+        pytest.param(
+            {"num_kv_heads": 0}, {"kv_replication": 3, "tensor_parallel_size": 2}, marks=needs("kv_replication")
+        ),
         ({"model_variant": "lama"}, {"num_kv_heads": 5, "tensor_parallel_size": 3}),
     ],
 )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from main_training import CHECKS, CONFIGURATION
-from pretraining.config.flags import read_values
+from main_training import CONFIGURATION
 from pretraining.config.variants import model_shape
 from pretraining.parallel.mesh import kv_repeats
 
@@ -14,9 +13,3 @@ from pretraining.parallel.mesh import kv_repeats
 def test_heads_have_the_copies_that_are_asked_for(tensor: int, asked: int, repeats: int) -> None:
     config = CONFIGURATION(num_kv_heads=2, tensor_parallel_size=tensor, kv_replication=asked)
     assert kv_repeats(config, model_shape(config)) == repeats
-
-
-def test_a_wrong_number_of_heads_is_one_problem() -> None:
-    given = {"use_dummy_dataset": True, "num_kv_heads": 0, "kv_replication": 3, "tensor_parallel_size": 2}
-    problems = read_values(given, CHECKS, CONFIGURATION)[1]
-    assert [problem.subject for problem in problems] == ["--num_kv_heads=0"]
