@@ -91,6 +91,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     # one_program
     ({**STAGES, "one_program": "always"}, "--one_program=always .*several programs"),
     # optimizers
+    ({"optimizer": "sgd", "optimizer_args": "nesterov=True"}, "nesterov=True +has no effect with momentum=0.0; set"),
+    ({"optimizer": "sgd", "optimizer_args": "dampening=0.1"}, "dampening=0.1 +has no effect with momentum=0.0"),
+    ({"optimizer": "novograd", "optimizer_args": "luc_trust=0.1"}, "luc_trust=0.1 +has no effect with luc=False"),
+    ({"optimizer": "adafactor", "optimizer_args": "min_step=0.1"}, "min_step=0.1 .*no effect with relative_step=False"),
     ({**RELATIVE, "lr_schedule": "wsd"}, "--lr_schedule=wsd .*relative_step=True, which computes its own rate"),
     ({**RELATIVE, "lr_decay_steps": 50}, "--lr_decay_steps=50 .*relative_step=True, which computes its own rate"),
     # profiler

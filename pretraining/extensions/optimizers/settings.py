@@ -17,6 +17,9 @@ from pretraining.config.optimizers import ADAM, FLAGS, Hyperparameters
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problem
 
+# Argument -> the one without which it does nothing. Its default is accepted: configurations of others list everything.
+_NEEDS = {"dampening": "momentum", "nesterov": "momentum", "luc_trust": "luc", "luc_eps": "luc"}
+_NEEDS |= {"warmup_init": "relative_step", "min_step": "relative_step"}
 _ONE_BIT = "DeepSpeed's compressed updates after freeze_step, but devices still exchange whole gradients"
 _ADAFACTOR = {"beta1": None, "eps": (1e-30, 1e-3), "clip_threshold": 1.0, "decay_rate": -0.8, "scale_parameter": True}
 _ADAFACTOR |= {"relative_step": False, "warmup_init": False, "min_step": 1e-2}
@@ -159,11 +162,19 @@ def check_optimizer_settings(config: OptimizersConfig) -> Iterator[Problem]:
         yield problem(config, "weight_decay", remedy)
 
 
+def check_idle_arguments(config: OptimizersConfig) -> Iterator[Problem]:
+    """No argument is without effect because of another one."""
+    defaults = config.optimizers()[config.optimizer].arguments
+    arguments = {**defaults, **parse_arguments(config.optimizer_args)}
+    for name, other in _NEEDS.items():
+        if name in defaults and arguments[name] != defaults[name] and not arguments[other]:
+            remedy = f"has no effect with {other}={arguments[other]}; set {other} too, or remove {name}"
+            yield Problem(f"--optimizer_args={name}={arguments[name]}", remedy)
+
+
 def check_relative_step(config: OptimizersConfig) -> Iterator[Problem]:
     """Adafactor's relative step is a learning rate of its own."""
     arguments = {**config.optimizers()[config.optimizer].arguments, **parse_arguments(config.optimizer_args)}
-    if arguments.get("warmup_init") and not arguments.get("relative_step"):
-        yield Problem("--optimizer_args=warmup_init=True", "needs relative_step=True; set both or none")
     for name, setting in settings_of(type(config)).items():
         is_rate = arguments.get("relative_step") and setting.resume is Resume.RATE
         if is_rate and getattr(config, name) != setting.default:
@@ -171,4 +182,4 @@ def check_relative_step(config: OptimizersConfig) -> Iterator[Problem]:
             yield problem(config, name, remedy)
 
 
-CHECKS = (check_optimizer_settings, check_relative_step)
+CHECKS = (check_optimizer_settings, check_idle_arguments, check_relative_step)
