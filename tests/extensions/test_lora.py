@@ -76,8 +76,15 @@ def test_biases_and_whole_modules_are_trained_if_asked(fields: dict[str, Any], e
     assert {".".join(name.split(".")[-2:]) for name in weights if not is_adapter(name)} == expected
     count, _, listed = config.facts["trained"].partition(": ")
     assert count.startswith(f"{sum(weight.numel() for weight in weights.values()):,} of ")
+    assert "no effect" not in listed
     adapters = {"q_proj (rank 4)", "v_proj (rank 4)"}
     assert {*listed.split(", ")} == adapters | {name.removesuffix(".weight") for name in expected}
+
+
+@pytest.mark.parametrize("fields", [{"lora_bias": "all"}, {"lora_bias": "lora_only", "mlp_bias": True}])
+def test_the_overview_names_lora_bias_of_a_model_without_such_biases(fields: dict[str, Any]) -> None:
+    note = f"; lora_bias={fields['lora_bias']}: no effect on a model without such biases"
+    assert CONFIGURATION(**LORA, **fields).facts["trained"].endswith(f"q_proj (rank 4), v_proj (rank 4){note}")
 
 
 # ---- Adapters that PEFT writes, and what it makes of ours

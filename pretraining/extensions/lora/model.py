@@ -57,7 +57,9 @@ def describe_trained(config: LoraConfig) -> str:
     short = (re.sub(r"^model\.(layers\.\d+\.)?((self_attn|mlp)\.)?|\.weight$", "", name) for name in trained)
     kinds = dict.fromkeys(re.sub(r"\.lora_[AB]$", f" (rank {config.lora_rank})", name) for name in short)
     count, total = sum(sizes[name] for name in trained), sum(sizes.values())
-    return f"{count:,} of {total:,} parameters ({count / total:.2%}): {', '.join(kinds)}"
+    is_idle = config.lora_bias != "none" and not any(name.endswith(".bias") for name in trained)
+    note = f"; lora_bias={config.lora_bias}: no effect on a model without such biases" if is_idle else ""
+    return f"{count:,} of {total:,} parameters ({count / total:.2%}): {', '.join(kinds)}{note}"
 
 
 def initial_value(config: LoraConfig, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
