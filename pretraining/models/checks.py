@@ -62,10 +62,4 @@ def check_rope_bands(config: TrainConfig) -> Iterator[Problem]:
         yield problem(config, "rope_high_freq_factor", f"must be above rope_low_freq_factor={low}")
 
 
-CHECKS = (
-    check_dimensions_are_set,
-    check_heads,
-    check_positions,
-    check_rotary,
-    check_rope_bands,
-)
+CHECKS = (check_dimensions_are_set, check_heads, check_positions, check_rotary, check_rope_bands)

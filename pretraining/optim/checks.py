@@ -56,8 +56,4 @@ def check_precision(config: TrainConfig) -> Iterator[Problem]:
         yield problem(config, "precision", remedy)
 
 
-CHECKS = (
-    check_schedule_settings,
-    check_schedule_lengths,
-    check_precision,
-)
+CHECKS = (check_schedule_settings, check_schedule_lengths, check_precision)

@@ -93,5 +93,7 @@ def open_run_folder(config: TrainConfig, resumed: Facts | None, account: Account
         print(f"note: {lost}", flush=True)
     with writing_to("log_dir", folder):
         metrics = open_metrics(folder, start_step, account.began if start_step < config.num_steps else None)
-        (folder / CONFIG_FILE).write_text(json.dumps(asdict(config), indent=2) + "\n")
+        fresh = folder / f".{CONFIG_FILE}.new"  # readers and a kill find the file of the start before, or this one
+        fresh.write_text(json.dumps(asdict(config), indent=2) + "\n")
+        fresh.replace(folder / CONFIG_FILE)
     return metrics

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,16 @@ DIVERGING: dict[str, Any] = {
     "learning_rate": 1e29,
     "lr_schedule": "constant",
 }
+
+
+def test_a_reader_of_config_json_finds_a_whole_file_while_the_next_start_writes_it(tmp_path: Path) -> None:
+    settings = {**DIVERGING, "learning_rate": 1e-3, "num_steps": 1, "log_dir": str(tmp_path)}
+    train(settings)
+    with (tmp_path / "config.json").open() as reader:
+        assert train({**settings, "seed": 7}).code == 0
+        assert json.load(reader)["seed"] == 2023
+    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 7
+    assert not [*tmp_path.glob(".config*")]
 
 
 @pytest.mark.parametrize(("limit", "code"), [(0, 3), (4, 3), (5, 0)])
