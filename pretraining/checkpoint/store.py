@@ -25,15 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 
-from pretraining.checkpoint.manifest import (
-    DTYPES,
-    OPTIMIZER,
-    Checkpoint,
-    Entry,
-    Facts,
-    Manifest,
-    write_commit,
-)
+from pretraining.checkpoint.manifest import DTYPES, OPTIMIZER, Checkpoint, Entry, Facts, Manifest, write_commit
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.shards import plan_files, read_files, write_files
 from pretraining.config.errors import UserError

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from glob import escape
 from pathlib import Path
@@ -48,6 +50,8 @@ _ALIGN = 64
 _HEADER = 65_536
 # Bytes hashed at the beginning, the middle and the end of a file; the footers of Arrow and Parquet are at the end.
 _SAMPLE = 65_536
+# Seconds without a write after which a file that is not complete was left by a start that was killed: a day.
+_LONGEST_BUILD = 86_400
 # Documents summed at once: 50 MB of starts and lengths.
 _AT_ONCE = 65_536 * GROUP
 
@@ -94,6 +98,10 @@ def open_indexes(files: Sequence[TokenShard], folder: Path) -> list[ShardIndex]:
     """
     requests = store_of(files[0].path).requests if files else 1
     threads = max(requests, min(8, os.cpu_count() or 1))
+    for temporary in folder.glob("*.tmp"):
+        with suppress(OSError):  # another start may have removed it, or the folder is read-only
+            if temporary.stat().st_mtime < time.time() - _LONGEST_BUILD:
+                temporary.unlink()
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(lambda file: open_index(file, folder), files))
 

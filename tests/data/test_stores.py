@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -85,6 +87,19 @@ def test_the_index_is_built_once_and_never_next_to_the_data(tmp_path: Path, monk
 
     monkeypatch.setitem(SHARD_FORMATS, "arrow", shard_formats()["arrow"]._replace(open=refuse))
     assert np.array_equal(rows(open_stream(settings(tmp_path / "data")), 9), first)
+
+
+def test_what_a_killed_build_left_is_removed_after_a_day(tmp_path: Path) -> None:
+    folder = corpora.corpus(tmp_path / "data", DOCUMENTS)
+    (index := tmp_path / "index").mkdir()
+    shard = next(folder.iterdir())
+    stem = sidecar_path(TokenShard(str(shard), "arrow", "tokens", ()), index).stem
+    killed, running = (index / f"{stem}.{name}.tmp" for name in ("dead", "beef"))
+    for file in (killed, running):
+        file.write_bytes(b"x")
+    os.utime(killed, (time.time() - 2 * 86_400,) * 2)
+    open_stream(settings(tmp_path / "data", index_dir=str(index)))
+    assert not killed.exists() and running.exists()
 
 
 def test_data_are_the_same_under_every_path_to_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

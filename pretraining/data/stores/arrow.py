@@ -44,10 +44,7 @@ def refuse_labels(schema: pa.Schema, batches: object, column: str, path: str, de
 
 
 def index_arrow(
-    path: str,
-    column: str,
-    decoded: str,
-    read_labels: Callable[..., ShardContents | None] = refuse_labels,
+    path: str, column: str, decoded: str, read_labels: Callable[..., ShardContents | None] = refuse_labels
 ) -> ShardContents:
     """Return the documents of an Arrow file, from its column `column`; with labels, their tokens are in `decoded`.
 
