@@ -422,11 +422,19 @@ def open_stream(
     )
 
 
+def refuse_unread(config: TrainConfig, own: Mapping[str, Rows]) -> None:
+    """Raise UserError for data of one's own of which the run reads nothing."""
+    if unread := sorted(own.keys() - {"train", *config.held_out_splits()}):
+        remedy = "name it train, valid (which needs val_interval) or test (which needs test_steps), or leave it out"
+        raise UserError(f"data={', '.join(unread)}: the run reads no such split: {remedy}")
+
+
 def check_data(config: TrainConfig, own: Mapping[str, Rows] = NO_ROWS) -> dict[str, str]:
     """Return the fingerprint of every dataset by "SPLIT data NAME".
 
     Raises UserError for everything about the run's data that can be known without the number of devices.
     """
+    refuse_unread(config, own)
     if config.tokenizer_path and not config.use_dummy_dataset:  # checkpoints record it, also where training reads none
         check_tokenizer(config.tokenizer_path)
     fingerprints: dict[str, str] = {}

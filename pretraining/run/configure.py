@@ -35,6 +35,8 @@ def configure(
     the settings that are not the default. own_data: the caller has data, so that settings need not name stored ones.
     Raises ConfigError with every mistake.
     """
+    if not isinstance(settings, TrainConfig | Mapping):
+        raise UserError(f"settings={settings!r}: give a TrainConfig, or flags by name, such as {{'num_steps': 10}}")
     use_files_of(extensions)  # some checks look into folders
     flags = changed_settings(settings) if isinstance(settings, TrainConfig) else settings
     origin = "TrainConfig" if isinstance(settings, TrainConfig) else "command line"
@@ -104,8 +106,7 @@ def describe_settings(
     changed = changed_settings(config)
     sources = dict.fromkeys(changed, "derived") | dict(origins)
     for name, raw in flags.items():
-        is_script = is_script_setting(name, raw)
-        sources[name] = origins.get(name, "scripts/train.sh") if is_script else origin
+        sources[name] = origins.get(name, "scripts/train.sh") if is_script_setting(name, raw) else origin
     words = {name: without_credentials(f"--{name}={value}") for name, value in changed.items()}
     width = max(map(len, words.values()), default=0)
     return [f"{word:<{width}}  {without_credentials(sources[name])}" for name, word in words.items()]

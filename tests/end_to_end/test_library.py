@@ -111,3 +111,39 @@ def test_an_id_outside_the_vocabulary_and_missing_data_are_named(page: dict[str,
         train(replace(config, num_epochs=1), data={"train": Large()})
     with pytest.raises(UserError, match="--data_path  is not set"):
         train(config)
+
+
+@pytest.mark.slow
+def test_settings_and_splits_that_no_run_reads_are_refused(page: dict[str, Any], tmp_path: Path) -> None:
+    rows, settings = page["Squares"](), {**page["tiny"], "log_dir": str(tmp_path)}
+    for nothing in (None, "tiny", ["--num_steps=2"]):
+        with pytest.raises(UserError, match=r"settings=.*: give a TrainConfig, or flags by name"):
+            train(nothing)  # type: ignore[arg-type]
+    for split in ("eval", "valid", "test"):  # without val_interval and test_steps
+        with pytest.raises(UserError, match=rf"data={split}: the run reads no such split: .*val_interval"):
+            train(settings, data={"train": rows, split: rows})
+    held_out = {"val_interval": 8, "val_steps": 1, "test_steps": 1}
+    assert train({**settings, **held_out}, data={"train": rows, "valid": rows, "test": rows}).code == 0
+
+
+@pytest.mark.slow
+def test_a_second_run_of_a_process_uses_the_compile_cache_of_the_first_and_no_other(
+    page: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = {**page["tiny"], "use_dummy_dataset": True, "engine": "xla"}
+    code = f"""
+from pretraining import train
+from pretraining.config.errors import UserError
+
+caches = ["one", "one", "two"]
+for start, cache in enumerate(caches):
+    try:
+        run = train({settings!r} | {{"compile_cache_dir": cache, "log_dir": f"run{{start}}"}})
+        print("code", run.code)
+    except UserError as error:
+        print(error)
+"""
+    environment = {**os.environ, "PJRT_DEVICE": "CPU", "PYTHONPATH": str(ROOT)}
+    printed = call([sys.executable, "-c", code], folder=tmp_path, env=environment).stdout
+    assert printed.count("code 0") == 2
+    assert "--compile_cache_dir=two: this process has compiled without it" in printed

@@ -13,6 +13,7 @@ from pretraining import train
 from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.config.declaration import settings_of
 from pretraining.config.errors import UserError
+from pretraining.data.stream import Counters
 from pretraining.tools.library import Training
 from tests.pages import code_of, losses_of, outputs
 
@@ -101,6 +102,11 @@ def test_weights_that_only_the_script_would_load_are_refused(page: dict[str, Any
     message = r"--ckpt_load_path=.*: a loop of your own does not read it: call Training\.load"
     with pytest.raises(UserError, match=message):
         Training(settings)
+
+
+def test_data_that_no_loop_reads_are_refused(page: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="data=valid: the run reads no such split"):
+        Training(page["settings"], data={"valid": Counters(0, 64)})
 
 
 @pytest.mark.exhaustive

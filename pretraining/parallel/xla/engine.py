@@ -19,6 +19,7 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import Tensor, nn
 
+from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.models.dropout import dropout_noise
 from pretraining.models.init import VOCABULARIES, initial_weight
@@ -60,8 +61,11 @@ class XlaEngine:
         self.attention_choice = config.attention_on(self.kernel_platform())
         self.attention = str(self.attention_choice)
         self.remarks = _choose_for_cpu(config) if self.kernel_platform() == "CPU" else []
-        if config.compile_cache_dir:
-            xr.initialize_cache(config.compile_cache_dir)
+        if (cache := config.compile_cache_dir) and cache != os.environ.get("XLA_PERSISTENT_CACHE_PATH"):
+            if torch_xla._XLAC._xla_computation_cache_is_initialized():
+                remedy = "this process has compiled without it, or with another; start another process, or leave it out"
+                raise UserError(f"--compile_cache_dir={cache}: {remedy}")
+            xr.initialize_cache(cache)
         xr.use_spmd()
         self.device = torch_xla.device()
         self.device_name = _device_name()

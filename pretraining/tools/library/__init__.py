@@ -21,7 +21,7 @@ from pretraining.checkpoint.restoring import Restoring, Start
 from pretraining.checkpoint.store import PendingSave
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
-from pretraining.data.stream import Rows, cut_rows
+from pretraining.data.stream import Rows, cut_rows, refuse_unread
 from pretraining.extensions.async_checkpointing.saves import HostBuffer, stage
 from pretraining.models.init import build_model
 from pretraining.models.llama import Llama
@@ -67,6 +67,7 @@ class Training:
             if path:
                 remedy = "a loop of your own does not read it: call Training.load with a folder of checkpoints"
                 raise UserError(f"--{name}={path}: {remedy}")
+        refuse_unread(config, data or {})
         compare_processes(config, {}, extensions)
         self.engine = open_engine(config)
         self.config, self.streams = open_streams(self.engine, None, data or {})
