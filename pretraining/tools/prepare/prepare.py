@@ -139,7 +139,7 @@ def prepare(options: Options) -> list[str]:
     else:
         output = Path(options.output)
     if place == output or not (place / FLAGS).is_file():
-        with (_claimed_together if options.part else _claimed)(output, plan):
+        with _claimed_together(output, plan, options.part) if options.part else _claimed(output, plan):
             if not (output / FLAGS).is_file():
                 if ignored:
                     endings = ", ".join(sorted({file.suffix or file.name for file in ignored})[:10])
@@ -296,17 +296,22 @@ def _claim(output: Path, plan: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _claimed_together(output: Path, plan: dict[str, Any]) -> Iterator[None]:
-    """Write the plan into the output folder, as other parts may do at the same time. UserError as above."""
+def _claimed_together(output: Path, plan: dict[str, Any], part: str) -> Iterator[None]:
+    """Write the plan into the output folder, as other parts may do at the same time. UserError as above, and if another
+    process prepares this part."""
     for _ in range(10 * _OTHER_PART):
         if not output.is_dir() or not any(output.iterdir()) or (output / PLAN).is_file():
             break
         time.sleep(0.1)
     _refuse_other(output, plan)
-    for folder in (RECORDS, *SPLIT_FLAGS):
-        (output / folder).mkdir(parents=True, exist_ok=True)
-    write_atomically(output / PLAN, json.dumps(plan, indent=2) + "\n")
-    yield
+    lock = FolderLock(output / RECORDS / part.replace("/", "-of-"), "part")
+    try:
+        for folder in SPLIT_FLAGS:
+            (output / folder).mkdir(parents=True, exist_ok=True)
+        write_atomically(output / PLAN, json.dumps(plan, indent=2) + "\n")
+        yield
+    finally:
+        lock.release()
 
 
 def _refuse_other(output: Location, plan: dict[str, Any]) -> None:

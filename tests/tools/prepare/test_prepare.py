@@ -43,9 +43,10 @@ from pretraining.tools.prepare.shards import ShardWriter
 from pretraining.tools.prepare.text import FileRange, divide, read_documents
 from tests.data.corpora import rows
 from tests.faults.damage import flip_bit_at
-from tests.processes import words
+from tests.processes import call, words
 from tests.tokenizer_files import write_byte_level
 from tests.waiting import wait_until
+from tests.warm import python
 
 ROOT = Path(__file__).parents[3]
 TEXT = """the quick brown fox jumps over one lazy dog while seven wizards box quietly again and again around every
@@ -240,6 +241,21 @@ def test_a_second_preparation_of_a_folder_waits_for_the_first(
     assert second.wait() == 0, written(tmp_path)
     assert prepare.main([*command[3:], "--vocab_size=400"]) == 2
     assert "prepared from something else (settings changed" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_second_job_of_a_part_is_refused_and_another_part_is_not(prepared: Prepared, tmp_path: Path) -> None:
+    """Both would write the same shards."""
+    output = tmp_path / "out"
+    command = [*python(), "-m", "pretraining.tools.prepare", f"--input={prepared.folder / 'in'}", f"--output={output}"]
+    command += ["--processes=1", prepared.tokenizer]
+    assert "part 2/2 is complete" in call([*command, "--part=2/2"]).stdout
+    first = FolderLock(output / ".parts" / "1-of-2")
+    refused = call([*command, "--part=1/2"], code=2).stderr
+    assert f".parts/1-of-2: used by process {os.getpid()} on " in refused
+    assert "stop it, or set another --part" in refused and "Traceback" not in refused
+    first.release()
+    assert "prepared in" in call([*command, "--part=1/2"]).stdout
 
 
 def written(folder: Path) -> str:
@@ -613,7 +629,8 @@ def test_parts_prepared_by_jobs_of_their_own_are_merged_by_the_last_and_equal_on
     for shard in (tmp_path / "elsewhere").iterdir():
         shard.rename(many / "train" / shard.name)
     names = {str(path.relative_to(one)) for path in one.rglob("*") if path.is_file() and path.name != "lock"}
-    assert len(names) > 12 and names == {str(path.relative_to(many)) for path in many.rglob("*") if path.is_file()}
+    merged = {str(path.relative_to(many)) for path in many.rglob("*") if path.is_file() and path.name != "lock"}
+    assert len(names) > 12 and names == merged
     for name in names:
         texts_of_both = [(folder / name).read_text("latin-1").replace(str(many), str(one)) for folder in (one, many)]
         assert texts_of_both[0] == texts_of_both[1], name
