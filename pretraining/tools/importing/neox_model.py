@@ -335,7 +335,7 @@ def _decay(value: Any, source: ForeignConfig) -> Conversion:
 
 
 def _max_norm(value: Any, source: ForeignConfig) -> Conversion:
-    if "gradient_clipping" in source.values or "clip_grad" in source.values:
+    if any(source.values.get(key) is not None for key in ("gradient_clipping", "clip_grad")):
         return implied("gradient_clipping counts")
     return mapped(grad_clip_thresh=value)
 
