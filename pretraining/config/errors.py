@@ -20,6 +20,10 @@ class UserError(ValueError):
     def __str__(self) -> str:
         return without_credentials(super().__str__())
 
+    def _render_traceback_(self, *_: object) -> list[str]:
+        """Return what IPython prints in place of a traceback."""
+        return f"{type(self).__name__}: {self}".splitlines()
+
 
 def counted(number: int, noun: str) -> str:
     """Return "1 shard" or "1,024 shards" of the singular noun."""

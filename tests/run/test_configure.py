@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from main_training import CHECKS, CONFIGURATION, main
+from main_training import CHECKS, CONFIGURATION, main, train
+from pretraining.config.errors import UserError
 from pretraining.config.flags import run
 from tests.selection import needs
 from tests.tools.importing.files import put, tree, write
@@ -124,6 +125,19 @@ def test_a_mistake_in_a_configuration_file_names_the_file(tmp_path: Path, capsys
     assert f"[from num_attention_heads=5 in {path}]" in error
     path.write_text("seed = 5")
     assert f"note: --seed=6: replaces seed=5 in {path}\n" in typed(capsys, f"--config_file={path}", "--seed=6")
+    other = path.rename(tmp_path / "own.conf")
+    for text, fault in (("seed = 5", "has no keys"), ("[model]\nnum_layers = 2", "cannot be read")):
+        other.write_text(text)
+        error = typed(capsys, f"--config_file={other}", code=2)
+        assert f"{other}: {fault} as YAML (the name of a TOML file ends in .toml, of a JSON file in .json)" in error
+
+
+def test_a_notebook_prints_the_message_of_a_mistake_and_no_traceback() -> None:
+    with pytest.raises(UserError) as mistake:
+        train({"num_layer": 2})
+    lines = mistake.value._render_traceback_()  # which IPython calls
+    assert lines[0].startswith("ConfigError: 1 problem with") and "did you mean --num_layers?" in lines[1]
+    assert len(lines) == 2
 
 
 def test_an_import_report_begins_with_what_is_unsupported_and_what_is_different(

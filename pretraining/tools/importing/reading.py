@@ -25,6 +25,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """Return the mapping in a .json, .toml or (anything else) YAML file. Raises UserError that names file and line."""
     if path.exists() and not path.is_file():  # a named pipe would be read for ever
         raise UserError(f"{path}: cannot be read: it is no file")
+    is_named = path.suffix in (".json", ".toml", ".yaml", ".yml")
+    hint = "" if is_named else " as YAML (the name of a TOML file ends in .toml, of a JSON file in .json)"
     try:
         if path.stat().st_size > LARGEST:
             raise ValueError(f"it has {path.stat().st_size:,} bytes, and a configuration at most {LARGEST:,}")
@@ -43,9 +45,9 @@ def read_mapping(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read: {TOO_DEEP}") from None
     except (OSError, ValueError) as error:  # a ValueError from JSON, TOML, Unicode, YAML or a repeated key
         reason = TOO_LONG if "int_max_str_digits" in str(error) else error  # Python's limit, 4,300 digits
-        raise UserError(f"{path}: cannot be read: {reason}") from error
+        raise UserError(f"{path}: cannot be read{hint}: {reason}") from error
     if not isinstance(tree, dict):
-        raise UserError(f"{path}: has no keys; it must be a mapping of names to values")
+        raise UserError(f"{path}: has no keys{hint}; it must be a mapping of names to values")
     return {str(name): value for name, value in tree.items()}
 
 
