@@ -5,6 +5,7 @@ Every parser raises ValueError for a text that it cannot read.
 
 from __future__ import annotations
 
+import os
 import re
 from fractions import Fraction
 
@@ -45,8 +46,8 @@ def comma_separated(text: str) -> list[str]:
 
 def parse_name(text: str) -> str:
     """Return the name of one folder; "" stands for the default."""
-    if text in (".", "..") or re.search(r"[/\0\n\r]", text):
-        raise ValueError(f"expected a name without a slash, got {text}")
+    if text in (".", "..") or re.search(r"[/\0\n\r]", text) or len(os.fsencode(text)) > 255:
+        raise ValueError(f"expected a name without a slash, of at most 255 bytes, got {text}")
     return text
 
 

@@ -49,10 +49,7 @@ LLAMA_SHARDING = (
 )
 # Fewer KV heads than tensor ranks: stored once, sharded over all ranks, and all-gathered before each rank selects the
 # heads that it needs (2 x kv_heads x head_dim x hidden values per layer).
-REPEATED_HEADS = (
-    Row("*.[kv]_proj.weight", (None, (*SHARD, "tensor"))),
-    Row("*.[kv]_proj.bias", (None,)),
-)
+REPEATED_HEADS = (Row("*.[kv]_proj.weight", (None, (*SHARD, "tensor"))), Row("*.[kv]_proj.bias", (None,)))
 # Without tensor ranks, o_proj is sharded like q_proj, which often has the same shape: the compiler broadcasts the
 # optimizer's scalars once per shape, sharded like one of the parameters, and reshards them for the other (llama3_8b on
 # 16 TPUs: eleven all-to-alls of 128 MiB in every step, benchmarks/RESULTS.md).

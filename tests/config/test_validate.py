@@ -41,7 +41,7 @@ def found(**settings: Any) -> list[str]:
 def test_every_variant_a_custom_model_and_a_run_that_ends_in_its_warm_up_are_valid() -> None:
     for variant, shape in VARIANTS.items():
         assert not found(model_variant=variant, seq_length=min(4096, shape.max_position_embeddings))
-    assert not found(**CUSTOM)
+    assert not found(**CUSTOM) and not found(**CUSTOM, run_name="n" * 255)
     schedule = {"lr_schedule": "cosine", "lr_warmup_steps": 10, "lr_decay_steps": 100}
     assert not found(model_variant="tiny", seq_length=64, num_steps=4, **schedule)
     assert not found(checkpoint_interval=2, checkpoint_seconds=60, ckpt_load_path="/", load_weights_only=True)
@@ -113,6 +113,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({**COSINE, "lr_warmup_steps": 100}, "lr_warmup_steps.*num_steps"),
     ({"lr_power": 0.5}, "lr_power.*lr_schedule=fms_cosine.*poly"),
     ({**COSINE, "training_stage": "annealing"}, "lr_schedule.*training_stage"),
+    ({"run_name": "n" * 256}, "--run_name=nnn.* at most 255 bytes.*--log_dir"),
     ({"log_dir": "~/runs/one"}, r"--log_dir=~/runs/one .*begins with ~.*\$HOME.*\./~"),
     ({"model_variant": "custom"}, "--vocab_size.*--hidden_size.*--num_layers.*--intermediate_size"),
     ({"use_dummy_dataset": False}, "--data_path.*--use_dummy_dataset.*bash scripts/train.sh"),

@@ -142,6 +142,9 @@ def test_data_that_cannot_be_trained_on_are_named(tmp_path: Path) -> None:
     folder = corpus(tmp_path / "data", DOCUMENTS, name="wikipedia")
     assert "did you mean wikipedia?" in complaint(tmp_path / "data", datasets="wikipeda")
     assert "no such folder; did you mean data?" in complaint(tmp_path / "dota")
+    (tmp_path / "my_text_document.bin").touch()  # Megatron's data_path is the name without an ending
+    prefix = complaint(tmp_path / "my_text_document")
+    assert "my_text_document.bin is there: give my_text_document.idx, which Megatron writes next to it" in prefix
     message = complaint(tmp_path / "data", file_type="megatron")
     assert re.search("no shards of --file_type=megatron: give a folder of (megatron|arrow) files$", message)
     (tmp_path / "empty").mkdir()

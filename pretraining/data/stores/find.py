@@ -49,6 +49,8 @@ def find_datasets(root: Location, names: str) -> list[str]:
 
 def _suggest(folder: Location, name: str) -> str:
     """Return a remedy that names the folders that do exist."""
+    if (folder / f"{name}.bin").is_file():
+        return f"{name}.bin is there: give {name}.idx, which Megatron writes next to it"
     existing = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
     close = difflib.get_close_matches(name, existing, n=1, cutoff=0.5)
     if close:
