@@ -28,7 +28,8 @@ class Float16Config(TrainConfig):
     # ---- Precision
     loss_scale: Annotated[float, AtLeast(0), Needs("precision", "fp16")] = 0.0
     """Factor of the loss before the backward pass, so that small gradients do not underflow in fp16. 0: dynamic, halved
-    when gradients overflow (that step is skipped) and doubled after loss_scale_window steps without overflow."""
+    when gradients overflow (that step is skipped) and doubled after loss_scale_window steps without overflow. The loss
+    is the mean of a micro-batch: with another batch_size, other steps overflow."""
     initial_scale_power: Annotated[int, AtLeast(0, below=33), Needs("precision", "fp16")] = 16
     """Dynamic loss scale: the first scale is 2 to this power."""
     loss_scale_window: Annotated[int, AtLeast(1), Needs("precision", "fp16")] = 1000
