@@ -30,6 +30,7 @@ DIVERGING: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_a_reader_of_config_json_finds_a_whole_file_while_the_next_start_writes_it(tmp_path: Path) -> None:
     settings = {**DIVERGING, "learning_rate": 1e-3, "num_steps": 1, "log_dir": str(tmp_path)}
     train(settings)
