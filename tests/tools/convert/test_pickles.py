@@ -241,28 +241,9 @@ def renamed(state: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor
     return {functools.reduce(lambda name, pair: name.replace(*pair), names.items(), n): w for n, w in state.items()}
 
 
-@pytest.mark.parametrize(("ranks", "stages", "names"), [(1, 1, {}), (2, 2, {}), (2, 1, CORE)])
-def test_nemo_s_ranks_are_one_model(
-    ranks: int, stages: int, names: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    theirs, folder = llama(), tmp_path / "nemo"
-    for rank in range(ranks):
-        for stage in range(stages):
-            here = folder / f"tp_rank_{rank:02}_pp_rank_{stage:03}" if ranks > 1 else folder
-            here.mkdir(parents=True)
-            layers = range(stage * 2 // stages, (stage + 1) * 2 // stages)
-            state = renamed(megatron(theirs.state_dict(), rank, ranks, layers), names)
-            loaded = {"state_dict": state, "hyper_parameters": Foreign(0), "optimizer_states": [{"optimizer": {}}]}
-            torch.save(loaded, here / "model_optim_rng.ckpt")
-    sizes = {"model.tensor_model_parallel_size": ranks, "model.pipeline_model_parallel_size": stages}
-    config = tree("nemo", {**sizes, "model.tokenizer.model": "???"})  # of no importance here
-    assert_same_function(theirs, folder, tmp_path / "ours", config)
-    assert "without names; training starts with moments of 0" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("ranks", "stages", "is_told"), [(1, 1, True), (2, 2, True), (1, 1, False)])
 def test_nemo_s_optimizer_states_come_along_where_their_parameters_can_be_told(
-    ranks: int, stages: int, is_told: bool, tmp_path: Path
+    ranks: int, stages: int, is_told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Numbered in the order of two groups, with and without decay, beside fp32 copies of bf16 parameters."""
     weights = llama().state_dict()
@@ -281,8 +262,10 @@ def test_nemo_s_optimizer_states_come_along_where_their_parameters_can_be_told(
         }
         wrapper = {"optimizer": optimizer, "fp32_from_fp16_params": [[copies[n] for n in g] for g in groups]}
         model = {name: (copy if is_told else torch.ones_like(copy)).bfloat16() for name, copy in copies.items()}
-        torch.save({"state_dict": model, "optimizer_states": [wrapper]}, folder / "model_optim_rng.ckpt")
-    config = tree("nemo", {"model.tensor_model_parallel_size": ranks, "model.optim.name": "adam"})
+        loaded = {"state_dict": model, "hyper_parameters": Foreign(0), "optimizer_states": [wrapper]}
+        torch.save(loaded, folder / "model_optim_rng.ckpt")
+    optimizer_and_tokenizer = {"model.optim.name": "adam", "model.tokenizer.model": "???"}  # the latter does not matter
+    config = tree("nemo", {"model.tensor_model_parallel_size": ranks, **optimizer_and_tokenizer})
     assert convert(tmp_path / "nemo", tmp_path / "ours", config) == 0
     checkpoint = open_checkpoint(tmp_path / "ours" / "step_0")
     tensors = read_tensors(checkpoint)
@@ -290,6 +273,7 @@ def test_nemo_s_optimizer_states_come_along_where_their_parameters_can_be_told(
         f"optimizer.{moment}.{name}": tensor for moment, state in states.items() for name, tensor in state.items()
     }
     assert {name for name in tensors if not is_weight(name)} == ({*expected, "optimizer.step"} if is_told else set())
+    assert ("without names; training starts with moments of 0" in capsys.readouterr().err) != is_told
     if is_told:
         assert checkpoint.facts.config["optimizer"] == "adam" and tensors["optimizer.step"] == 7
         assert all(torch.equal(tensors[name], tensor) for name, tensor in {**weights, **expected}.items())
@@ -313,21 +297,6 @@ def test_optimizer_states_that_stay_behind_are_named(
     torch.save(content, tmp_path / file)
     (layout,) = (layout for layout in LAYOUTS if layout.title == title)
     assert (f"the optimizer states of {title} are" in describe_moments(tmp_path, layout)) == has_moments
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "reason"),
-    [
-        ("normalization", "layernorm1p", "norms are stored minus 1"),
-        ("rotary_interleaved", True, "channels in another order"),
-    ],
-)
-def test_weights_that_mean_another_function_here_are_refused(
-    key: str, value: object, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    torch.save({"state_dict": {}}, tmp_path / "model_weights.ckpt")
-    assert convert(tmp_path, tmp_path / "ours", tree("nemo", {f"model.{key}": value})) == 2
-    assert reason in capsys.readouterr().err
 
 
 def nxdt_shards(
@@ -363,55 +332,6 @@ def nxdt_shards(
         for shard, part in zip(shards, parts, strict=True):
             shard[there] = part.clone()
     return shards
-
-
-@pytest.mark.parametrize(("ranks", "groups"), [(1, 2), (2, 2), (2, 4)])
-def test_nxd_training_s_megatron_models_are_read_too(ranks: int, groups: int, tmp_path: Path) -> None:
-    """Its ParallelAttention cuts key_value by key heads, and each of these into a key and a value; without groups, all
-    three by heads."""
-    theirs = llama(groups)
-    state = theirs.state_dict()
-    for rank in range(ranks):
-        model = megatron(state, rank, ranks, range(2), groups)
-        for layer in range(2) if groups == 2 else ():
-            query, key, value = (
-                state[f"model.layers.{layer}.self_attn.{letter}_proj.weight"].chunk(ranks)[rank] for letter in "qkv"
-            )
-            name = f"model.language_model.encoder.layers.{layer}.self_attention."
-            del model[f"{name}query_key_value.weight"]
-            pairs = torch.cat([part.unflatten(0, (2 // ranks, -1)) for part in (key, value)], 1).flatten(0, 1)
-            model |= {f"{name}query.weight": query.clone(), f"{name}key_value.weight": pairs}
-        shard = renamed(model, {"model.language_model": "language_model"})
-        torch.save(shard, tmp_path / f"dp_rank_00_tp_rank_{rank:02}_pp_rank_00.pt")
-    sizes = {"distributed_strategy.tensor_model_parallel_size": ranks, "model.num_kv_heads": groups}
-    assert_same_function(theirs, tmp_path, tmp_path / "ours", tree("nxdt", sizes))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "copies", "references", "on_trn2"),
-    [(1, 1, False, False), (2, 1, True, False), (4, 2, False, False), (4, 2, True, False), (4, 2, True, True),
-     (4, 2, False, True)],
-)  # fmt: skip
-def test_nxd_training_s_ranks_are_one_model(
-    ranks: int, copies: int, references: bool, on_trn2: bool, tmp_path: Path
-) -> None:
-    theirs, folder = llama(), tmp_path / "nxdt" / "model"
-    folder.mkdir(parents=True)
-    for rank, shard in enumerate(nxdt_shards(theirs.state_dict(), ranks, copies, on_trn2)):
-        for name in [name for name in shard if name.endswith("weight_q")] if references else []:  # fuse_qkv
-            shard[f"{name}kv"] = torch.cat([shard.pop(f"{name[:-1]}{letter}") for letter in "qkv"])
-        for stage in range(2):
-            part = {name: weight for name, weight in shard.items() if ("layers.1." in name or "norm" in name) == stage}
-            file = folder / f"dp_rank_00_tp_rank_{rank:02}_pp_rank_{stage:02}.pt"
-            if not references:
-                torch.save(part, file)
-                continue
-            Path(f"{file}.tensors").mkdir()
-            for tid, weight in enumerate(part.values()):
-                torch.save(weight, Path(f"{file}.tensors") / f"tensor_{tid}.pt")
-            torch.save({name: Foreign(tid) for tid, name in enumerate(part)}, file)
-            torch.save({tid: {"dtype": torch.float32} for tid in range(len(part))}, f"{file}.info.pt")
-    assert_same_function(theirs, folder.parent, tmp_path / "ours", replicated(ranks, copies))
 
 
 def replicated(ranks: int, copies: int) -> dict[str, Any]:
@@ -565,13 +485,20 @@ def test_nothing_in_a_pickle_runs(tmp_path: Path) -> None:
         ({"num_layers": 3}, "num_layers=3"),
         ({"model_parallel_size": 2}, "in 1 tensor ranks; the configuration has 2"),
         ({"num_attention_heads": 5, "hidden_size": 40}, "does not fit the configuration"),
+        ({"model.normalization": "layernorm1p"}, "norms are stored minus 1"),
+        ({"model.rotary_interleaved": True}, "channels in another order"),
     ],
 )
 def test_a_folder_that_is_not_the_configuration_s_is_refused(
     change: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for number, tensors in neox_layers(gpt_neox().state_dict()).items():
+    """A dotted key is of NeMo's file, another one of GPT-NeoX's."""
+    is_nemo = any("." in key for key in change)
+    layers = {} if is_nemo else neox_layers(gpt_neox().state_dict())
+    for number, tensors in layers.items():
         torch.save(tensors, tmp_path / f"layer_{number:02}-model_00-model_states.pt")
-    config = {**NEOX, "gpt_j_residual": True, **change} if change else None
-    assert convert(tmp_path, tmp_path / "ours", config) == 2
+    if is_nemo:
+        torch.save({"state_dict": {}}, tmp_path / "model_weights.ckpt")
+    config = tree("nemo", change) if is_nemo else {**NEOX, "gpt_j_residual": True, **change}
+    assert convert(tmp_path, tmp_path / "ours", config if change else None) == 2
     assert message in capsys.readouterr().err

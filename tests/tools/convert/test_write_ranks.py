@@ -22,7 +22,18 @@ from pretraining.checkpoint.store import is_weight
 from pretraining.extensions.checkpoints import read_tensors
 from pretraining.tools.convert import write_ranks
 from pretraining.tools.convert.convert import main
-from tests.tools.convert.test_pickles import CORE, SIZES, convert, llama, megatron, nxdt_shards, renamed, replicated
+from tests.tools.convert.test_pickles import (
+    CORE,
+    SIZES,
+    Foreign,
+    assert_same_function,
+    convert,
+    llama,
+    megatron,
+    nxdt_shards,
+    renamed,
+    replicated,
+)
 from tests.tools.importing.files import put, tree
 
 transformers: Any = pytest.importorskip("transformers")
@@ -55,9 +66,12 @@ def assert_equal(files: Files, others: Files) -> None:
             assert other.untyped_storage().nbytes() == other.nbytes, (path, name)  # no view of an unsharded tensor
 
 
-def assert_round_trip(files: Files, config: dict[str, Any], folder: Path, *more: str) -> Path:
-    """Assert that theirs become ours and theirs again; return the last folder."""
-    assert convert(write(files, folder / "theirs"), folder / "ours", config) == 0
+def assert_round_trip(files: Files, config: dict[str, Any], folder: Path, *more: str, model: Any = None) -> Path:
+    """Assert that theirs become ours, with the logits of `model`, and theirs again; return the last folder."""
+    if model:
+        assert_same_function(model, write(files, folder / "theirs"), folder / "ours", config)
+    else:
+        assert convert(write(files, folder / "theirs"), folder / "ours", config) == 0
     assert export(folder / "ours", folder / "back", config, *more) == 0
     assert_equal(files, read(folder / "back"))
     return folder / "back"
@@ -98,7 +112,11 @@ def of_model(kind: str, **changes: object) -> dict[str, Any]:
 def test_nemo_s_ranks_come_back(form: str, ranks: int, stages: int, tmp_path: Path) -> None:
     """NeMo's own models have the gate in a matrix of its own, or fused, and save the rotary frequencies."""
     groups = 4 if form != "mcore" or ranks == 4 else 2  # grouped queries are megatron-core's alone
-    state = {name: weight.bfloat16() for name, weight in llama(groups).state_dict().items()}
+    model = llama(groups)
+    state = {name: weight.bfloat16() for name, weight in model.state_dict().items()}
+    model.load_state_dict(state)
+    rotary = {"rotary_base": 50000, "rotary_percentage": 0.5} if form == "swiglu" else {}
+    frequencies = 1 / 50000 ** (torch.arange(0, 4, 2) / 4) if rotary else FREQUENCIES
     files: Files = {}
     for rank, stage in itertools.product(range(ranks), range(stages)):
         names = megatron(state, rank, ranks, range(stage * 2 // stages, (stage + 1) * 2 // stages), groups)
@@ -107,16 +125,16 @@ def test_nemo_s_ranks_come_back(form: str, ranks: int, stages: int, tmp_path: Pa
         if form == "mcore":
             names = renamed(names, CORE)
         else:
-            names["model.language_model.rotary_pos_emb.inv_freq"] = 1 / 50000 ** (torch.arange(0, 4, 2) / 4)
+            names["model.language_model.rotary_pos_emb.inv_freq"] = frequencies
         for name in [name for name in names if "dense_h_to_4h.weight" in name] if form == "swiglu" else []:
             names[name], names[name.replace("4h.weight", "4h_2.weight")] = names[name].chunk(2)
         folder = f"tp_rank_{rank:02}_pp_rank_{stage:03}/" if stages > 1 else f"mp_rank_{rank:02}/" * (ranks > 1)
         files[f"{folder}model_weights.ckpt"] = names
-    changes: dict[str, Any] = {"tensor_model_parallel_size": ranks, "num_query_groups": groups}
+    changes: dict[str, Any] = {"tensor_model_parallel_size": ranks, "num_query_groups": groups, **rotary}
     changes |= {"pipeline_model_parallel_size": stages}
     changes |= {"activation": form.replace("mcore", "swiglu"), "mcore_gpt": form == "mcore"}
-    changes |= {"rotary_base": 50000, "rotary_percentage": 0.5}
-    back = assert_round_trip(files, of_model("nemo", **changes), tmp_path / "nemo")
+    config = of_model("nemo", **changes)
+    back = assert_round_trip(files, config, tmp_path / "nemo", model=None if rotary else model)
     saved = yaml.safe_load((back / "model_config.yaml").read_text())
     assert saved["max_position_embeddings"] == saved["encoder_seq_length"] == 32  # a reference of the file
     assert saved["data"] == {"seq_length": 32, "num_workers": 2} and saved["target"].endswith(".MegatronGPTModel")
@@ -155,8 +173,8 @@ def test_nemo_s_gpt_comes_back(ranks: int, tmp_path: Path) -> None:
 def test_nxd_core_s_grouped_queries_come_back(
     form: str, ranks: int, copies: int, stages: int, order: str, tmp_path: Path
 ) -> None:
-    state = llama(num_attention_heads=8).state_dict()
-    shards = nxdt_shards(state, ranks, copies, are_adjacent=order == "trn2")
+    model = llama(num_attention_heads=8)
+    shards = nxdt_shards(model.state_dict(), ranks, copies, are_adjacent=order == "trn2")
     for shard in shards:
         for name in [name for name in shard if name.endswith("weight_q")] if form == "fused" else []:
             shard[f"{name}kv"] = torch.cat([shard.pop(f"{name[:-1]}{letter}") for letter in "qkv"])
@@ -164,7 +182,8 @@ def test_nxd_core_s_grouped_queries_come_back(
     put(put(config, "distributed_strategy.pipeline_model_parallel_size", stages), "model.num_attention_heads", 8)
     put(config, "trainer.devices", 16)
     more = [f"--hw_backend={order}"] if order else []
-    back = assert_round_trip(stages_of(shards, (0, stages - 1), nxd_path), config, tmp_path / "nxd", *more)
+    files = stages_of(shards, (0, stages - 1), nxd_path)
+    back = assert_round_trip(files, config, tmp_path / "nxd", *more, model=model)
     assert (back / "done").read_text() == (back / "checkpoint").read_text() == "1"
 
 
@@ -224,6 +243,14 @@ def write_with_references(tensors: Mapping[str, Tensor], path: Path, reference: 
     for number, tensor in enumerate(tensors.values()):
         torch.save(tensor.clone(), Path(f"{path}.tensors") / f"tensor_{number}.pt")
     torch.save({name: reference(number) for number, name in enumerate(tensors)}, path)
+    torch.save({}, f"{path}.info.pt")
+
+
+def test_torch_xla_s_format_is_read_without_torch_xla(tmp_path: Path) -> None:
+    model = llama()
+    for path, tensors in stages_of(nxdt_shards(model.state_dict(), 2, 1), (0, 1), nxd_path).items():
+        write_with_references(tensors, tmp_path / "theirs" / path, Foreign)
+    assert_same_function(model, tmp_path / "theirs", tmp_path / "ours", replicated(2, 1))
 
 
 @pytest.mark.parametrize(("is_fused", "is_tied"), [(False, False), (True, False), (True, True)])
@@ -248,22 +275,28 @@ def test_nxd_core_s_ungrouped_queries_come_back(
     assert ("pipeline_model_parallel_size=2 with tied embeddings" in capsys.readouterr().err) == is_tied
 
 
-@pytest.mark.parametrize("groups", [2, 4])
-def test_nxd_training_s_megatron_models_come_back(groups: int, tmp_path: Path) -> None:
-    """Two ranks have a key head each, so that the rows of its query heads, of its key and its value follow."""
-    shards = []
-    for rank in range(2):
-        names = megatron(llama(groups).state_dict(), rank, 2, range(2), groups)
-        names = renamed(names, {"model.language_model": "language_model"})
+@pytest.mark.parametrize(("ranks", "groups"), [(1, 2), (2, 2), (2, 4)])
+def test_nxd_training_s_megatron_models_come_back(ranks: int, groups: int, tmp_path: Path) -> None:
+    """Its ParallelAttention cuts key_value by key heads, and each of these into a key and a value; without groups, all
+    three by heads."""
+    model, shards = llama(groups), []
+    state = model.state_dict()
+    for rank in range(ranks):
+        shard = renamed(megatron(state, rank, ranks, range(2), groups), {"model.language_model": "language_model"})
         for layer in range(2):
             there = f"language_model.encoder.layers.{layer}.self_attention."
-            names[f"{there}core_attention.rotary_emb.inv_freq"] = FREQUENCIES
+            shard[f"{there}core_attention.rotary_emb.inv_freq"] = FREQUENCIES
             if groups == 2:
-                fused = names.pop(f"{there}query_key_value.weight")
-                names[f"{there}query.weight"], names[f"{there}key_value.weight"] = fused.split((16, 16))
-        shards.append(names)
-    config = tree("nxdt", {"distributed_strategy.tensor_model_parallel_size": 2, "model.num_kv_heads": groups})
-    assert_round_trip(stages_of(shards, (0, 0), nxd_path), config, tmp_path / "nxdt")
+                del shard[f"{there}query_key_value.weight"]
+                projections = [state[f"model.layers.{layer}.self_attn.{letter}_proj.weight"] for letter in "qkv"]
+                query, *pair = (weight.chunk(ranks)[rank] for weight in projections)
+                heads = [weight.unflatten(0, (2 // ranks, -1)) for weight in pair]
+                shard[f"{there}query.weight"] = query
+                shard[f"{there}key_value.weight"] = torch.cat(heads, 1).flatten(0, 1)
+        shards.append(shard)
+    sizes = {"distributed_strategy.tensor_model_parallel_size": ranks, "model.num_kv_heads": groups}
+    files = stages_of(shards, (0, 0), nxd_path)
+    assert_round_trip(files, tree("nxdt", sizes), tmp_path / "nxdt", model=model)
 
 
 # ---- Ours, theirs, ours
