@@ -23,6 +23,7 @@ from pretraining.data import IGNORED, open_stream
 from pretraining.extensions.tokenizers.tokenizer import (
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
+    Tokenizer,
     open_tokenizer,
     train,
 )
@@ -55,6 +56,7 @@ CHAT = [
 ]
 
 
+PLAIN = InstructionOptions(None, False, LENGTH, True, "refuse", 1)
 PARTS = [{"type": "text", "text": "What is it?"}]
 
 
@@ -72,7 +74,21 @@ def options(folder: Path, template: str | TemplateSource = "", **changes: Any) -
     source = find_template("", str(folder / "tokenizer.json"), {})
     assert source
     source = template if isinstance(template, TemplateSource) else source._replace(text=template or source.text)
-    return InstructionOptions(source, False, LENGTH, True, "refuse", 1)._replace(**changes)
+    return PLAIN._replace(template=source, **changes)
+
+
+def chat_template(folder: Path, text: str) -> ChatTemplate:
+    source = options(folder, text).template
+    assert source
+    return ChatTemplate(source)
+
+
+def processed(folder: Path, processor: Any) -> Tokenizer:
+    """A byte-level tokenizer with this post-processor."""
+    model = write_byte_level(folder / "tokenizer.json", ["It is 4 x"] * 20, 300, SPECIAL)
+    model.post_processor = processor
+    model.save(str(folder / "tokenizer.json"))
+    return open_tokenizer(str(folder / "tokenizer.json"))
 
 
 @pytest.mark.parametrize("template", [LLAMA3, MARKED])
@@ -159,12 +175,8 @@ def test_spaces_are_those_of_their_text_where_a_tokenizer_trims_them(
     """GPT-2's and GPT-NeoX's trim spaces from the characters that a token stands for."""
     from tokenizers import processors
 
-    model = write_byte_level(tmp_path / "tokenizer.json", ["It is 4 x"] * 20, 300, SPECIAL)
-    model.post_processor = processors.ByteLevel(trim_offsets=True)
-    model.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = open_tokenizer(str(tmp_path / "tokenizer.json"))
-    record = {"prompt": prompt, "completion": completion}
-    tokens, trained = Reader(InstructionOptions(None, False, LENGTH, True, "refuse", 1), tokenizer).example(record, "x")
+    tokenizer = processed(tmp_path, processors.ByteLevel(trim_offsets=True))
+    tokens, trained = Reader(PLAIN, tokenizer).example({"prompt": prompt, "completion": completion}, "here")
     want = tokenizer.encode([prompt, completion])
     assert tokens == [*want[0], *want[1], 1]
     assert trained == [False] * len(want[0]) + [True] * (len(want[1]) + 1)
@@ -174,20 +186,17 @@ def test_plain_texts_have_the_tokens_that_the_tokenizer_puts_before_a_text_and_o
     """As TRL prepares prompts and completions."""
     from tokenizers import processors
 
-    model = write_byte_level(tmp_path / "tokenizer.json", ["It is 4 x"] * 20, 300, SPECIAL)
     begin, end = SPECIAL[:2]
-    model.post_processor = processors.TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, 0)])
-    model.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = open_tokenizer(str(tmp_path / "tokenizer.json"))
-    reader = Reader(InstructionOptions(None, False, LENGTH, True, "refuse", 1), tokenizer)
+    processor = processors.TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, 0)])
+    tokenizer = processed(tmp_path, processor)
+    reader = Reader(PLAIN, tokenizer)
     for prompt, completion in (("2 + 2 =", " 4"), ("2 + 2 =", " 4" + end), ("", "4"), (begin + "2 =", " 4"), (end, "")):
         tokens, trained = reader.example({"prompt": prompt, "completion": completion}, "here")
         text = prompt.removeprefix(begin) + completion.removesuffix(end)
         assert tokens == [0, *tokenizer.encode([text])[0], 1]
         assert trained == [at >= 1 + len(tokenizer.encode([text.removesuffix(completion.removesuffix(end))])[0])
                            for at in range(len(tokens))]  # fmt: skip
-    own = InstructionOptions(TemplateSource("{{ messages[0].content }}", {}, "own"), False, LENGTH, True, "refuse", 1)
-    chat = Reader(own, tokenizer)
+    chat = Reader(PLAIN._replace(template=TemplateSource("{{ messages[0].content }}", {}, "own")), tokenizer)
     assert chat.example({"messages": [{"role": "user", "content": "x"}]}, "here").tokens == tokenizer.encode(["x"])[0]
 
 
@@ -255,21 +264,9 @@ def test_a_record_that_is_no_example_is_named(tokenizer_folder: Path, record: Ma
 
 
 def test_a_template_may_read_content_in_parts(tokenizer_folder: Path) -> None:
-    source = options(tokenizer_folder).template
-    assert source
     template = "{% for message in messages %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endfor %}"
-    rendered = ChatTemplate(source._replace(text=template)).render([{"role": "user", "content": PARTS}])
+    rendered = chat_template(tokenizer_folder, template).render([{"role": "user", "content": PARTS}])
     assert rendered.text == "What is it?"
-
-
-def test_a_template_whose_answers_depend_on_what_follows_must_mark_them(tokenizer_folder: Path) -> None:
-    source = options(tokenizer_folder).template
-    assert source
-    template = "{{ messages[-1]['content'] }}"
-    with pytest.raises(UserError, match=r"mark the assistant's part of the template with {% generation %}"):
-        ChatTemplate(source._replace(text=template)).render(CHAT)
-    with pytest.raises(UserError, match="not a chat template"):
-        ChatTemplate(source._replace(text="{% for %}"))
 
 
 LLAMA2 = (
@@ -278,19 +275,19 @@ LLAMA2 = (
 )
 
 
-def test_a_template_that_trains_the_names_of_roles_must_mark_the_answers(tokenizer_folder: Path) -> None:
+def test_a_template_whose_answers_cannot_be_told_must_mark_them(tokenizer_folder: Path) -> None:
     """Without a prompt for an answer, the name of its role belongs to what follows the messages before it."""
-    source = options(tokenizer_folder).template
-    assert source
-    with pytest.raises(
-        UserError, match=r"<\|start_header_id\|>assistant.* before message 2 would be trained, too: mark"
+    with pytest.raises(UserError, match="not a chat template"):
+        chat_template(tokenizer_folder, "{% for %}")
+    for template, message in (
+        ("{{ messages[-1]['content'] }}", "mark the assistant's part of the template with {% generation %}"),
+        (LLAMA3.replace(PROMPT, ""), r"<\|start_header_id\|>assistant.* before message 2 would be trained, too: mark"),
     ):
-        ChatTemplate(source._replace(text=LLAMA3.replace(PROMPT, ""))).render(CHAT)
-    unprompted = ChatTemplate(source._replace(text=LLAMA2)).render([*CHAT[1:4], {"role": "assistant", "content": ""}])
-    assert [unprompted.text[start:stop] for start, stop in unprompted.trained] == [
-        f" {CHAT[2]['content']} {SPECIAL[1]}",
-        f"  {SPECIAL[1]}",
-    ]
+        with pytest.raises(UserError, match=message):
+            chat_template(tokenizer_folder, template).render(CHAT)
+    unprompted = chat_template(tokenizer_folder, LLAMA2).render([*CHAT[1:4], {"role": "assistant", "content": ""}])
+    trained = [unprompted.text[start:stop] for start, stop in unprompted.trained]
+    assert trained == [f" {CHAT[2]['content']} {SPECIAL[1]}", f"  {SPECIAL[1]}"]
 
 
 @pytest.mark.parametrize("is_folder", [True, False])
@@ -331,7 +328,7 @@ def test_special_tokens_have_the_names_of_older_folders(tmp_path: Path) -> None:
 
 def packed(examples: list[Example], **changes: Any) -> tuple[list[PackedRow], dict[str, int]]:
     rows: list[PackedRow] = []
-    packer = Packer(InstructionOptions(None, False, LENGTH, True, "refuse", 1)._replace(**changes), rows.append)
+    packer = Packer(PLAIN._replace(**changes), rows.append)
     for number, example in enumerate(examples):
         packer.add(example, f"record {number}")
     packer.close()

@@ -176,8 +176,10 @@ def test_a_text_key_that_was_wrong_can_be_corrected(
 ) -> None:
     wanted = texts(20)
     write_input(tmp_path, "a.jsonl", as_lines(wanted, key="body"))
-    assert run(tmp_path, prepared.tokenizer) == 2
-    assert "choose the field with --text_key" in capsys.readouterr().err
+    assert run(tmp_path) == 2
+    error = capsys.readouterr().err
+    assert "no text in field 'text': choose the field with --text_key" in error
+    assert "--vocab_size" not in error  # whose tokenizer was being trained
     assert run(tmp_path, prepared.tokenizer, "--text_key=body") == 0
     assert delivered(tmp_path) == wanted
 
@@ -275,29 +277,6 @@ def test_lines_that_cross_the_border_of_ranges_are_read_once(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "expected"),
-    [
-        ("a.jsonl", '{"body": "x"}\n', "no text in field 'text': choose the field with --text_key"),
-        (
-            "a.jsonl.gz",
-            gzip.compress(b"{}" * 999, mtime=0)[:-9],
-            "a.jsonl.gz: cannot be read, it is truncated or damaged",
-        ),
-        ("a.parquet", "PAR1 not really", "a.parquet: not a complete Parquet file"),
-        ("a.png", "x", "no text, .jsonl or .parquet files"),
-    ],
-)
-def test_input_that_cannot_be_read_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str | bytes, expected: str
-) -> None:
-    write_input(tmp_path, name, content)
-    assert run(tmp_path) == 2
-    error = capsys.readouterr().err
-    assert expected in error
-    assert "--vocab_size" not in error  # whose tokenizer was being trained
-
-
-@pytest.mark.parametrize(
     ("flags", "remedy"),
     [
         *(([f"--{name}=-2"], f"--{name}=-2: use 0 or more") for name in ("vocab_size", "valid_every", "processes")),
@@ -322,20 +301,6 @@ def test_flags_that_cannot_be_followed_are_refused(
     assert remedy in capsys.readouterr().err
 
 
-def test_a_shard_missing_from_what_was_prepared_is_named(prepared: Prepared, tmp_path: Path) -> None:
-    shutil.copytree(prepared.folder / "out" / "train", tmp_path / "train")
-    next((tmp_path / "train").glob("*.arrow")).rename(tmp_path / "elsewhere")
-    config = configure({"data_path": str(tmp_path / "train"), "index_dir": str(tmp_path / "index")})
-    with pytest.raises(UserError, match=r"(missing, but meta\.json lists it|no shards)"):
-        open_stream(config)
-
-
-def test_a_vocabulary_larger_than_the_models_is_known_before_training(prepared: Prepared, tmp_path: Path) -> None:
-    flags = {"data_path": str(prepared.folder / "out" / "train"), "index_dir": str(tmp_path), "vocab_size": 300}
-    with pytest.raises(UserError, match=r"400 ids, but the model's vocabulary is 300: .*--vocab_size=400"):
-        open_stream(configure(flags))
-
-
 def test_another_tokenizer_than_that_of_the_data_is_refused(
     prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -355,15 +320,8 @@ def test_another_tokenizer_than_that_of_the_data_is_refused(
     line = "train: its tokenizer has 400 ids, the model's vocabulary 410: the rest is never trained"
     assert line in stream.facts()["notes"]
     assert not any("ids" in note for note in open_stream(configure({**flags, "vocab_size": 400})).facts()["notes"])
-
-
-@pytest.mark.slow
-def test_a_given_tokenizer_and_a_tokenizer_json_are_used(prepared: Prepared, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(TEXT)
-    write_byte_level(tmp_path / "t.json", texts(200), 500, ["<unk>", "</s>"])
-    for name, given in (("again", prepared.tokenizer), ("hf", f"--tokenizer={tmp_path / 't.json'}")):
-        assert prepare.main([f"--input={tmp_path / 'a.txt'}", f"--output={tmp_path / name}", given]) == 0
-    assert json.loads((tmp_path / "hf" / "train" / "meta.json").read_text())["separator"] == 1
+    with pytest.raises(UserError, match=r"400 ids, but the model's vocabulary is 300: .*--vocab_size=400"):
+        open_stream(configure({**flags, "vocab_size": 300}))
 
 
 def test_inspect_shows_the_datasets_and_the_text_of_a_step(
@@ -399,13 +357,6 @@ def test_the_output_folder_is_recognised_as_training_and_validation_data(prepare
             "separator 2 after every document (meta.json)",
         ]
         assert np.array_equal(rows(stream, 20), rows(open_stream(configure(named), split=split), 20))
-
-
-def test_an_output_folder_that_is_not_complete_is_refused_as_data(prepared: Prepared, tmp_path: Path) -> None:
-    shutil.copytree(prepared.folder / "out", tmp_path / "out")
-    (tmp_path / "out" / "flags.txt").unlink()
-    with pytest.raises(UserError, match="its preparation is not complete: run the same prepare command again"):
-        open_stream(configure({"data_path": str(tmp_path / "out")}))
 
 
 def test_the_folder_alone_implies_tokenizer_vocabulary_and_validation_and_flags_override(
@@ -453,6 +404,8 @@ def test_a_named_file_that_is_no_text_is_refused_with_the_remedy(
     assert prepare.main([f"--input={path}", f"--output={tmp_path / 'out'}"]) == 2
     printed = capsys.readouterr().err
     assert str(path) in printed and f"--endings=.txt,.md,{ending}" in printed
+    assert prepare.main([f"--input={tmp_path}", f"--output={tmp_path / 'out'}"]) == 2
+    assert "no text, .jsonl or .parquet files" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -471,11 +424,12 @@ def test_truncation_and_padding_of_a_tokenizer_json_are_switched_off(tmp_path: P
 
 def test_names_of_special_tokens_in_texts_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A tokenizer.json makes separators of them in the middle of a document, as in transformers."""
-    write_byte_level(tmp_path / "plain.json", texts(200), 500, ["</s>"])
+    write_byte_level(tmp_path / "plain.json", texts(200), 500, ["<unk>", "</s>"])
     for name, text in {"a": "of the end </s> of a text", "b": "</s>", "c": "< /s>"}.items():
         write_input(tmp_path, f"{name}.txt", text)
     assert run(tmp_path, f"--tokenizer={tmp_path / 'plain.json'}", "--valid_every=0") == 0
     assert "\n2 documents with names of special tokens in their text, which became these" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "train" / "meta.json").read_text())["separator"] == 1
     train(texts(200), 400, tmp_path / "sp.model", threads=1)
     (tmp_path / "other").mkdir()
     (tmp_path / "in").rename(tmp_path / "other" / "in")
@@ -515,6 +469,8 @@ UNREADABLE = {
     "half.txt.bz2": (bz2.compress(os.urandom(1000).hex().encode())[:500], "truncated or damaged"),
     "half.txt.xz": (lzma.compress(os.urandom(1000).hex().encode())[:500], "truncated or damaged"),
     "no.txt.xz": (b"text", "truncated or damaged"),
+    "half.jsonl.gz": (gzip.compress(b"{}" * 999, mtime=0)[:-9], "cannot be read, it is truncated or damaged"),
+    "e.parquet": (b"PAR1 not really", "not a complete Parquet file"),
     "half.txt.gz": (gzip.compress(os.urandom(1000).hex().encode())[:500], "truncated or damaged"),
 }
 
@@ -621,7 +577,7 @@ def test_parts_prepared_by_jobs_of_their_own_are_merged_by_the_last_and_equal_on
     for part in (2, 1):
         assert prepare.main([*command, f"--output={many}", f"--part={part}/3"]) == 0
         assert f"part {part}/3 is complete" in capsys.readouterr().out
-    with pytest.raises(UserError, match="its preparation is not complete"):
+    with pytest.raises(UserError, match="its preparation is not complete: run the same prepare command again"):
         open_stream(configure({"data_path": str(many)}))
     (many / "train").rename(tmp_path / "elsewhere")
     (many / "train").mkdir()
@@ -639,6 +595,9 @@ def test_parts_prepared_by_jobs_of_their_own_are_merged_by_the_last_and_equal_on
         whole = whole_corpus(dataset.shards, dataset.description)
         assert whole.verify_all() == 0  # the loader's own sums of its blocks
         assert verify_dataset(dataset, config)[1] == 0
+    next((many / "train").glob("*.arrow")).unlink()
+    with pytest.raises(UserError, match=r"missing, but meta\.json lists it"):
+        open_stream(config)
     assert prepare.main([*command, f"--output={many}", "--part=1/2", "--text_key=body"]) == 2
     assert "prepared from something else (settings changed" in capsys.readouterr().err
 
