@@ -24,7 +24,7 @@ from pretraining.checkpoint.manifest import Facts, open_checkpoint
 from pretraining.config.errors import UserError
 from pretraining.data.files import file_hash
 from pretraining.extensions.checkpoints import read_tensors
-from pretraining.extensions.tokenizers.tokenizer import open_tokenizer
+from pretraining.extensions.tokenizers.tokenizer import open_tokenizer, train
 from pretraining.models.init import build_model
 from pretraining.models.llama import Block
 from pretraining.tools.convert.convert import main as convert
@@ -114,11 +114,7 @@ def test_each_token_follows_from_those_before_it_within_the_window_and_the_vocab
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A tokenizer that writes characters which it does not know as bytes."""
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT)
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(text), model_prefix=str(tmp_path / "bytes"), vocab_size=290, byte_fallback=True, minloglevel=2
-    )
+    train([TEXT], 290, tmp_path / "bytes.model", threads=1)
     return tmp_path / "bytes.model"
 
 

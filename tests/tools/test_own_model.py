@@ -25,10 +25,11 @@ NAMES: dict[str, Any] = {"__name__": "page"}
 exec(DEFINITIONS, NAMES)
 GPT2, MLP, BLOCK, SETTINGS = NAMES["GPT2"], NAMES["MLP"], NAMES["Block"], {**NAMES["settings"], "engine": "torch"}
 MODEL: OwnModel = NAMES["gpt2"]
+Unbroken = tuple[dict[int, float], Path]
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, float], Path]:
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Unbroken:
     """The losses of 12 steps in one process, and its checkpoint of step 12."""
     folder = tmp_path_factory.mktemp("unbroken")
     losses = NAMES["run"](12, str(folder), engine="torch")
@@ -57,13 +58,11 @@ def reference_losses() -> Iterator[float]:
         yield loss.item()
 
 
-def test_the_model_of_the_page_trains_as_in_a_plain_loop_of_torch(unbroken: tuple[dict[int, float], Path]) -> None:
+def test_the_model_of_the_page_trains_as_in_a_plain_loop_of_torch(unbroken: Unbroken) -> None:
     assert list(unbroken[0].values()) == pytest.approx(list(reference_losses()), rel=1e-5)
 
 
-def test_a_stopped_run_continues_bit_for_bit_under_the_names_of_the_model(
-    unbroken: tuple[dict[int, float], Path], tmp_path: Path
-) -> None:
+def test_a_stopped_run_continues_bit_for_bit_under_the_names_of_the_model(unbroken: Unbroken, tmp_path: Path) -> None:
     run = NAMES["run"]
     broken = run(6, str(tmp_path), engine="torch") | run(12, str(tmp_path), engine="torch")
     assert broken == unbroken[0]
@@ -180,7 +179,7 @@ def outputs_of(folder: Path, code: str, processes: int = 1) -> list[str]:
 
 @pytest.mark.slow
 def test_two_processes_and_two_devices_of_xla_have_the_losses_of_one_process(
-    unbroken: tuple[dict[int, float], Path], tmp_path: Path
+    unbroken: Unbroken, tmp_path: Path
 ) -> None:
     for line in outputs_of(tmp_path, "print(json.dumps(run(12, engine='torch')))", processes=2):
         assert losses_of(line) == pytest.approx(unbroken[0], rel=1e-5)
@@ -192,7 +191,7 @@ def test_two_processes_and_two_devices_of_xla_have_the_losses_of_one_process(
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_checkpoint_goes_from_mesh_to_mesh_and_engine_to_engine_bit_for_bit(
-    unbroken: tuple[dict[int, float], Path], tmp_path: Path
+    unbroken: Unbroken, tmp_path: Path
 ) -> None:
     pytest.importorskip("torch_xla")
     source = unbroken[1].parent
@@ -209,7 +208,7 @@ def test_a_checkpoint_goes_from_mesh_to_mesh_and_engine_to_engine_bit_for_bit(
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_model_in_bf16_and_on_tensor_ranks_of_xla_trains_as_in_one_process(
-    unbroken: tuple[dict[int, float], Path], tmp_path: Path
+    unbroken: Unbroken, tmp_path: Path
 ) -> None:
     mixed = "mixed_precision=True, batch_size=1"
     lines = outputs_of(tmp_path, f"print(json.dumps(run(6, 'torch', engine='torch', {mixed})))", processes=2)

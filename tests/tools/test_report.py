@@ -22,16 +22,21 @@ from pretraining.tools.report import MOST_POINTS, main, thinned
 from tests.selection import needs
 
 
+def write_lines(path: Path, records: list[dict[str, Any]], mode: str = "w") -> None:
+    with path.open(mode) as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
 def run(folder: Path, steps: int, rate: float, **last: float) -> Path:
     folder.mkdir()
     usual = {"learning_rate": rate}
-    lines = [
+    lines: list[dict[str, Any]] = [
         {"step": step, "loss": 9 / step, "tokens_seen": 64 * step, "consumed": {"a": step, "b": 1}, **usual}
         for step in range(1, steps + 1)
     ]
     by_dataset = {"val_loss/web": 1.0, "val_loss/books": 1.5}
     lines += [{"step": steps, "val_loss": 1.25, **by_dataset}, {"step": steps, **last}]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(folder / "metrics.jsonl", lines)
     (folder / "config.json").write_text(json.dumps({"learning_rate": rate, "seed": 1}))
     return folder
 
@@ -82,7 +87,7 @@ def test_the_page_has_the_median_speed_without_the_first_report(tmp_path: Path) 
         {"step": step, "step_time": seconds, "tokens_per_second": 4096 / seconds, "memory_bytes": step << 30}
         for step, seconds in enumerate((30.0, 2.0, 4.0, 1.0), start=1)
     ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(report) + "\n" for report in reports))
+    write_lines(folder / "metrics.jsonl", reports)
     assert main([str(folder)]) == 0
     cells = Page((folder / "report.html").read_text()).texts["td"]
     assert ["measured", "3", "2 s", "2,048", "n/a", "n/a", "n/a", "4.00 GiB"] in [cells[i : i + 8] for i in range(20)]
@@ -100,8 +105,7 @@ def test_a_watched_page_shows_the_runs_as_they_stand(tmp_path: Path) -> None:
             with urlopen(Request(address, method="HEAD")) as answer:  # by which a page learns that the server is there
                 assert (answer.status, answer.read()) == (200, b"")
             before = Page(urlopen(address).read().decode())
-            with (folder / "metrics.jsonl").open("a") as file:
-                file.write('{"step": 3, "loss": 0.125}\n')
+            write_lines(folder / "metrics.jsonl", [{"step": 3, "loss": 0.125}], "a")
             after = Page(urlopen(address).read().decode())
             taken = [*command[:-1], f"--port={urlsplit(address).port}"]
             assert subprocess.run(taken, stderr=subprocess.DEVNULL, check=False).returncode == 2
@@ -134,8 +138,8 @@ def test_runs_of_the_same_name_are_told_apart_by_their_paths(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        with (run(tmp_path / name / "run", 3, 1e-3) / "metrics.jsonl").open("a") as file:
-            file.write('{"step": 3, "account": {"train": 60.0, "time": 1e9}}\n')
+        account = {"step": 3, "account": {"train": 60.0, "time": 1e9}}
+        write_lines(run(tmp_path / name / "run", 3, 1e-3) / "metrics.jsonl", [account], "a")
     run(tmp_path / "other", 3, 1e-3)
     assert main(["a/run", "b/run", "other", "--output=page.html"]) == 0
     page = Page((tmp_path / "page.html").read_text())
@@ -163,22 +167,16 @@ def test_each_of_many_runs_has_a_colour_and_its_line_of_the_legend(tmp_path: Pat
         assert figure["layout"]["height"] - legend == 290 and figure["layout"]["margin"]["b"] - legend == 50
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"loss": 10**400},
-        {"tokens_seen": -(10**400)},
-        {"consumed": {"a": 10**400}},
-        {"account": {"time": 1, "step": 10**400}},
-        {"step": 10**400},
-    ],
-)
+HUGE = 10**400
+NO_RECORDS: list[dict[str, Any]] = [{"loss": HUGE}, {"tokens_seen": -HUGE}, {"consumed": {"a": HUGE}}, {"step": HUGE}]
+
+
+@pytest.mark.parametrize("fields", [*NO_RECORDS, {"account": {"time": 1, "step": HUGE}}])
 def test_a_number_of_hundreds_of_digits_is_no_record(
     fields: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = run(tmp_path / "run", 3, 1e-3)
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 4, **fields}) + "\n")
+    write_lines(folder / "metrics.jsonl", [{"step": 4, **fields}], "a")
     assert main([str(folder)]) == 2
     assert "metrics.jsonl: line 6 is not a record of this trainer" in capsys.readouterr().err
 
@@ -204,7 +202,7 @@ def test_every_reported_value_is_on_the_page_with_its_step_tokens_and_hours(tmp_
     lines[-1]["loss"] = None  # not a finite number
     lines.insert(2, {"step": 5, "val_loss": 1.25})
     folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(folder / "metrics.jsonl", lines)
     assert main([str(folder)]) == 0
     (figure,) = Page((folder / "report.html").read_text()).figures
     trained, validated = (curve["meta"] for curve in figure["data"])
@@ -215,8 +213,8 @@ def test_every_reported_value_is_on_the_page_with_its_step_tokens_and_hours(tmp_
 def shown(folder: Path, records: list[dict[str, Any]], starts: list[dict[str, Any]], silent: float = 0.0) -> Page:
     """Return the page of a run with these records, whose file was last written so many seconds ago."""
     folder.mkdir()
-    for name, lines in (("metrics.jsonl", records), ("starts.jsonl", starts)):
-        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(folder / "metrics.jsonl", records)
+    write_lines(folder / "starts.jsonl", starts)
     os.utime(folder / "metrics.jsonl", (time.time() - silent,) * 2)
     assert main([str(folder)]) == 0
     return Page((folder / "report.html").read_text())
