@@ -145,15 +145,8 @@ def test_a_plan_without_devices_or_their_kind_is_refused(fields: dict[str, Any],
         configure(given)
 
 
-PIPED: dict[str, Any] = {
-    "model_variant": "llama3_70b",
-    "sharding_strategy": "ddp",
-    "tensor_parallel_size": 8,
-    "plan_devices": 256,
-    "batch_size": 1,
-    "gradient_accumulation_steps": 16,
-    "plan_device_kind": "tpu-v5p",
-}
+PIPED: dict[str, Any] = {"model_variant": "llama3_70b", "sharding_strategy": "ddp", "tensor_parallel_size": 8}
+PIPED |= {"batch_size": 1, "gradient_accumulation_steps": 16, "plan_devices": 256, "plan_device_kind": "tpu-v5p"}
 
 
 def test_a_pipeline_s_figures_follow_from_its_stages_and_ticks() -> None:
@@ -267,40 +260,28 @@ def test_gradients_that_are_summed_in_bf16_send_half_the_bytes(strategy: str) ->
     assert others == same_others
 
 
-SEARCHED: dict[str, dict[str, Any]] = {
-    f"{fields['plan_devices']}-{fields['plan_device_kind']}": fields
-    for fields in (
-        {"plan_devices": 8, "plan_device_kind": "h100"},
-        {"plan_devices": 8, "plan_device_kind": "A100-80"},  # kinds are read in any case
-        {"plan_devices": 8, "plan_device_kind": "tpu-v6e"},
-        {"plan_devices": 64, "plan_device_kind": "h100", "model_variant": "llama3_70b"},
-        {"plan_devices": 64, "plan_device_kind": "tpu-v5p", "model_variant": "llama3_70b", "batch_size": 4},
-        {"plan_devices": 64, "plan_device_kind": "trn2", "gradient_accumulation_steps": 4},
-        {
-            "plan_devices": 16,
-            "plan_device_kind": "h100",
-            "tensor_parallel_size": 2,
-            "sequence_parallel": True,
-            "fsdp_activation_checkpointing": True,
-            "selective_checkpointing": "1/2",
-            "sharding_strategy": "ddp",
-        },
-        {
-            "plan_devices": 16,
-            "plan_device_kind": "tpu-v5p",
-            "gradient_accumulation_steps": 8,
-            "batch_size": 1,
-            "pipeline_parallel_size": 2,
-            "pipeline_cuts": "14",
-        },
-    )
+BIG: dict[str, Any] = {"model_variant": "llama3_70b"}
+RECOMPUTED: dict[str, Any] = {"fsdp_activation_checkpointing": True, "selective_checkpointing": "1/2"}
+SEQUENCE: dict[str, Any] = {"sharding_strategy": "ddp", "tensor_parallel_size": 2, "sequence_parallel": True}
+STAGES: dict[str, Any] = {"pipeline_parallel_size": 2, "pipeline_cuts": "14", "gradient_accumulation_steps": 8}
+SEARCHED: dict[str, dict[str, Any]] = {  # devices and their kind, which is read in any case -> what is asked for
+    "8-h100": {},
+    "8-A100-80": {},
+    "8-tpu-v6e": {},
+    "64-h100": BIG,
+    "64-tpu-v5p": {**BIG, "batch_size": 4},
+    "64-trn2": {"gradient_accumulation_steps": 4},
+    "16-h100": {**SEQUENCE, **RECOMPUTED},
+    "16-tpu-v5p": {**STAGES, "batch_size": 1},
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", chosen(SEARCHED, ("8-A100-80", "16-h100", "16-tpu-v5p")))
 def test_the_flags_of_every_row_give_its_figures_and_train_on_its_engine(case: str) -> None:
+    devices, _, kind = case.partition("-")
     asked = {"model_variant": "llama3_8b", "batch_size": 2, "seq_length": 4096, **SEARCHED[case], "plan": True}
+    asked |= {"plan_devices": int(devices), "plan_device_kind": kind}
     base = configure(asked)
     plans = search(base)
     assert all(plan.fits for plan in plans) and len({plan.config.tokens_per_step for plan in plans}) == 1
@@ -351,12 +332,3 @@ def test_a_plan_of_a_file_has_its_devices_unless_a_flag_names_others(
     assert main_training.main(**flags, plan_devices="4") == 0
     printed = capsys.readouterr().out
     assert "Planned for" not in printed and re.search(r"^devices +4 x ", printed, re.MULTILINE)
-
-
-def test_an_imported_configuration_is_planned_without_data(tmp_path: Path) -> None:
-    neox = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 128}
-    neox |= {"max_position_embeddings": 128, "train_micro_batch_size_per_gpu": 1, "train_iters": 10}
-    (tmp_path / "neox.yml").write_text(json.dumps(neox))
-    imported = {"import_config": str(tmp_path / "neox.yml"), "import_format": "neox", "neox_era": "head"}
-    imported |= {"vocab_size": "1000"}
-    assert plan_of(configure({**imported, "plan": True, "plan_devices": 8, "plan_device_kind": "h100"}, report=False))
