@@ -38,6 +38,8 @@ _ENCODINGS = {  # by byte order mark; UTF-32's begins with UTF-16's
 }
 # Half of a pair of surrogates, as an escape of JSON or in bytes: Python reads it, and no tokenizer does.
 _MAY_BE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+# Folders in which Spark and Hive write files until they are complete, and Delta's description of a table.
+_NO_DATA = re.compile(r"/(_temporary|_delta_log|\.(spark|hive)-staging[^/]*)/")
 _TRACE = 1000  # characters for each one that may be damaged: a text in Latin-1 has one in 20 to 50, of English in 2,000
 
 
@@ -128,7 +130,8 @@ def find_files(inputs: Sequence[str], endings: Sequence[str]) -> tuple[list[Inpu
                     f"{name}: files ending in {file.suffix} are not read as text: convert it to .txt, .jsonl or "
                     f".parquet, or read it as plain text with --endings={','.join([*endings, file.suffix])}"
                 )
-            (ignored if is_folder and text_format(file, endings) is None else chosen).append(file)
+            is_data = text_format(file, endings) is not None and not _NO_DATA.search(str(file))
+            (ignored if is_folder and not is_data else chosen).append(file)
     if not chosen:
         raise UserError(f"{', '.join(inputs)}: no text, .jsonl or .parquet files: --endings lists those of plain text")
     return chosen, ignored
@@ -298,7 +301,7 @@ def _file(path: str) -> Iterator[Document]:
 def _objects(part: FileRange, on_error: OnError) -> Iterator[tuple[dict[str, Any], SourceLocation]]:
     for line, place in _lines(part):
         try:
-            record = json.loads(line)
+            record = json.loads(line.decode("utf-8-sig", "surrogatepass"))  # of bytes, it would try UTF-16, too
             if _MAY_BE_SURROGATE.search(line):
                 json.dumps(record, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:

@@ -40,7 +40,7 @@ from pretraining.tools import inspect_data
 from pretraining.tools.inspect_data import verify_dataset, whole_corpus
 from pretraining.tools.prepare import prepare
 from pretraining.tools.prepare.shards import ShardWriter
-from pretraining.tools.prepare.text import FileRange, divide, read_documents
+from pretraining.tools.prepare.text import FileRange, divide, find_files, read_documents
 from tests.data.corpora import rows
 from tests.faults.damage import flip_bit_at
 from tests.processes import call, words
@@ -484,6 +484,17 @@ def test_columns_of_text_may_have_any_type_of_text(tmp_path: Path, kind: str) ->
     assert [text for shard in shards for text, _ in read_documents(shard, "text")] == texts
 
 
+def test_files_that_spark_has_not_finished_and_logs_of_delta_are_no_documents(tmp_path: Path) -> None:
+    others = ["_temporary/0/task/part-0.parquet", ".spark-staging-1/lang=en/part-0.parquet", "_delta_log/1.parquet"]
+    for name in ["part-0.parquet", *others]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table({"text": ["one"]}), tmp_path / name)
+    assert find_files([str(tmp_path)], ()) == (
+        [tmp_path / "part-0.parquet"],
+        sorted(tmp_path / name for name in others),
+    )
+
+
 # Lines of JSON, or rows of Parquet -> which of them cannot be read, and why.
 ROWS = (
     '{"text": "one"}\r\n\n{"text": \n{"body": "x"}\n{"text": ""}\n{"text": "one"}\n{"text": "\\ud83d\\ude00 \\ud83d"}\n'
@@ -538,6 +549,13 @@ def test_all_input_is_looked_at_first_and_what_cannot_be_read_is_named_together_
     assert all(f"{place}: " in listed for place in reasons) and listed.count("\n") == len(reasons)
     contents = [*(text for _, text in ENCODED.values()), "with\r\nCRLF " + TEXT, "x" + TEXT]
     assert sorted(delivered(tmp_path)) == sorted([*contents, "one", "one", "two", "three"])
+
+
+def test_lines_in_utf_16_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Python's parser of JSON guesses the encoding of each line, and all but the first are shifted by a byte."""
+    write_input(tmp_path, "a.jsonl", as_lines(["one", "two", "three"]).encode("utf-16-le"))
+    assert run(tmp_path) == 2
+    assert "4 problems with the input" in capsys.readouterr().err
 
 
 def test_much_text_makes_larger_shards_and_not_more(tmp_path: Path) -> None:
