@@ -42,8 +42,8 @@ from pretraining.storage import (
 
 # Documents whose tokens are summed in the sidecar; blocks of the shuffled order consist of whole groups.
 GROUP = 64
-# Counted up where a shard that has an index may be refused now, and is looked at again (5: modes of Megatron's).
-_MAGIC = b"tokidx05"
+# Counted up where a shard that has an index may be refused now, and is looked at again (6: masks of any name).
+_MAGIC = b"tokidx06"
 _ALIGN = 64
 # Bytes that the header has, unless its paths are longer. Constant: a run may open a sidecar that another start has
 # replaced since, by another path of the shard, and reads its own offsets in it.

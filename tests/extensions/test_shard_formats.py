@@ -49,6 +49,7 @@ COLUMNS: list[tuple[dict[str, list[list[Any]]], str]] = [  # besides the tokens,
         "attention_mask marks padding before a text",
     ),
     ({"completion_mask": MASK}, "column completion_mask marks the trained tokens.*rename it to loss_mask"),
+    ({"mask": MASK}, "column mask marks the trained tokens.*rename it to loss_mask"),  # torchtune's
     ({"completion_mask": MASK, "loss_mask": MASK}, ""),
     ({"loss_mask": [[0.0, 1.0, 0.25], [1.0, 1.0, 1.0]]}, f"loss_mask has 0.25: {WEIGHT}"),
     ({"loss_mask": [[0, 1, 1], [1, -1, 1]]}, f"loss_mask has -1: {WEIGHT}"),

@@ -21,14 +21,18 @@ if TYPE_CHECKING:
 
 MASK = "attention_mask"
 SEQUENCES = "seq_lengths"  # what TRL's packing adds: the lengths of the sequences of a row
-LOSS_MASKS = ("completion_mask", "assistant_masks", "assistant_mask")  # TRL's and transformers' names of loss_mask
+OTHER_MASKS = (MASK, LOSS_MASK, "special_tokens_mask")  # which do not say under another name what is trained
 
 
 def refuse_other_masks(schema: pa.Schema, column: str, path: str) -> None:
-    """Raise UserError if a shard says under another name which of its tokens are trained."""
-    others = [field.name for field in schema if field.name in LOSS_MASKS and is_list(field.type)]
+    """Raise UserError if a shard says under another name which of its tokens are trained.
+
+    TRL has completion_mask, transformers assistant_masks, torchtune mask, which is true where a token is not trained.
+    """
+    others = [field.name for field in schema if "mask" in field.name and is_list(field.type)]
+    others = [name for name in others if name not in OTHER_MASKS]
     if others and not label_columns(schema, column):
-        remedy = f"rename it to {LOSS_MASK}, or remove it to train all tokens"
+        remedy = f"rename it to {LOSS_MASK} if it is 1 where a token is trained, or remove it to train all tokens"
         raise UserError(f"{path}: column {others[0]} marks the trained tokens, but is not read: {remedy}")
 
 
