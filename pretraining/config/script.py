@@ -24,8 +24,8 @@ def exit_with(main: Callable[[], int | None]) -> NoReturn:
         pass
     sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
     os.environ.setdefault("USER", str(os.getuid()))  # torch asks for a name, and a container may have none for the user
-    for stream in (sys.stdout, sys.stderr):  # a terminal may lack the letters of a path
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    for stream in (sys.stdout, sys.stderr):  # a terminal may lack the letters of a path; a notebook's stream has all
+        getattr(stream, "reconfigure", lambda errors: None)(errors="backslashreplace")
     threading.excepthook = _report_in_thread
     try:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -317,6 +318,15 @@ def test_a_script_whose_streams_were_closed_gives_their_numbers_to_no_other_file
     for closed in ("<&- >&- 2>&-", ">&-", "2>&-"):
         command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", code]
         assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0, closed
+
+
+def test_a_script_ends_with_its_code_in_a_notebook_whose_streams_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdout", "stderr"):  # ipykernel's have no encoding, and no reconfigure
+        monkeypatch.setattr(sys, name, io.StringIO())
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    with pytest.raises(SystemExit) as ended:
+        exit_with(lambda: 3)
+    assert ended.value.code == 3
 
 
 def test_a_user_without_a_name_has_a_number() -> None:
