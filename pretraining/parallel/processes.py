@@ -17,6 +17,9 @@ from pretraining.config.script import TRY_AGAIN
 
 COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 VARIABLES = (*COUNTS, "MASTER_ADDR", "MASTER_PORT")
+# The number of this start, where torchrun's agent keeps the store of the starts before it. Otherwise each start has a
+# store of its own, and the agents of several hosts, some of which came later, may count differently.
+START = os.environ["TORCHELASTIC_RESTART_COUNT"] if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "0"
 HOW_TO_START = (
     "A launcher sets all of these variables. Start several processes with `bash scripts/train.sh` or `torchrun "
     f"--nproc-per-node=N main_training.py`, and a single one without them: env -u {' -u '.join(COUNTS)}"

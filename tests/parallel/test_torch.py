@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import math
+import subprocess
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from shutil import which
 from typing import Any
@@ -20,10 +22,22 @@ from pretraining.parallel.processes import Processes
 from pretraining.parallel.select import choose_engine, refuse_variables
 from pretraining.parallel.torch.engine import TorchEngine
 from tests.end_to_end.small import MODEL
-from tests.parallel.launch import ALONE, HAS_SHARDING_REPORT, assert_same, dump_of, environment, launched, run_on_torch
+from tests.parallel.launch import (
+    ALONE,
+    HAS_SHARDING_REPORT,
+    ROOT,
+    assert_same,
+    dump_of,
+    environment,
+    launched,
+    run_on_torch,
+)
 from tests.parallel.toy import ADAPTERS, DROPOUT, LORA, RAMP, instruction_cases
-from tests.processes import call
+from tests.ports import free_port
+from tests.processes import call, words
 from tests.selection import Outcomes, chosen, runs_all
+from tests.waiting import PATIENCE
+from tests.warm import python
 
 slow = pytest.mark.slow
 Fields = dict[str, Any]
@@ -402,3 +416,19 @@ def test_a_run_that_torchrun_starts_again_continues(tmp_path: Path) -> None:
     printed = call(command, env=environment()).stdout
     assert f"continuing from {tmp_path / 'run' / 'checkpoints' / 'step_2'}" in printed
     assert "complete: 4 steps" in printed
+
+
+@slow
+def test_agents_of_torchrun_that_have_started_a_run_differently_often_train_it_together(tmp_path: Path) -> None:
+    """An agent that came later counts from 0. With TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, each start has a new store."""
+    flags = {**MODEL, "engine": "torch", "device": "cpu", "use_dummy_dataset": True, "mixed_precision": False}
+    flags |= {"batch_size": 2, "num_steps": 2, "collective_timeout": 60, "log_dir": str(tmp_path / "run")}
+    command = [*python(), "main_training.py", *words(flags)]
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    with ExitStack() as stack:
+        started = []
+        for rank, starts in ("0", "1"), ("1", "0"):
+            variables = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            own = environment(**store, **variables, TORCHELASTIC_RESTART_COUNT=starts)
+            started.append(stack.enter_context(subprocess.Popen(command, cwd=ROOT, env=own)))
+        assert [process.wait(timeout=PATIENCE) for process in started] == [0, 0]

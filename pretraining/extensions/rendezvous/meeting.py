@@ -29,6 +29,7 @@ from pretraining.config.grammar import without_credentials
 from pretraining.config.script import TRY_AGAIN, USER_MISTAKE
 from pretraining.config.training import TrainConfig
 from pretraining.parallel.processes import (
+    START,
     NoPeersError,
     ProcessError,
     Processes,
@@ -234,7 +235,7 @@ class _Meeting:
         self._member: Member | None = None  # as the others can read it
         self.has_printed = False
         # torchrun's agent keeps its store when it starts the processes again, perhaps in another order of hosts
-        self._prefix = f"meeting{len(_MEETINGS)} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/"
+        self._prefix = f"meeting{len(_MEETINGS)} {START}/"
         self._begin_waiting()
 
     def hold(self, member: Member) -> None:

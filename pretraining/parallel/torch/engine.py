@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import Shard
 
@@ -39,7 +38,7 @@ from pretraining.parallel.accelerator import HOST, Accelerator
 from pretraining.parallel.engine import Batch, StepResult, TrainingState, with_token_ids
 from pretraining.parallel.layout import shard_dimension, torch_layout, uneven_shards
 from pretraining.parallel.mesh import resolve_batch, resolve_mesh
-from pretraining.parallel.processes import Processes, raise_process_error, read_processes
+from pretraining.parallel.processes import START, Processes, raise_process_error, read_processes
 from pretraining.parallel.torch import tensor as torch_tensor
 from pretraining.parallel.torch.blocks import TorchBlocks
 from pretraining.parallel.torch.context import ContextRanks
@@ -47,7 +46,7 @@ from pretraining.parallel.torch.state import WEIGHT, LocalShards, to_local
 from pretraining.parallel.torch.step import TorchStep, reduce_over_processes
 
 # Names of the groups of processes that this one joins.
-GROUPS = (f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} group {number}" for number in itertools.count())
+GROUPS = (f"start {START} group {number}" for number in itertools.count())
 
 
 class TorchEngine:
@@ -183,7 +182,7 @@ class TorchTrainee:
                 self._shard(engine.device_mesh, root, blocks)
         # As to_empty, whose empty_like imports sympy for a plain tensor on meta: 0.6 CPU s of a start.
         model._apply(lambda weight: weight.new_empty(weight.shape, device=engine.home))
-        for root in (root for root in self.roots if isinstance(root, FSDPModule)):
+        for root in (root for root in self.roots if isinstance(root, fsdp.FSDPModule)):
             # torch 2.9 replaces uneven shards here, which would otherwise happen after the optimizer has taken them.
             root._get_fsdp_state()._lazy_init()
         grid = engine.device_mesh[TorchEngine.axes] if engine.device_mesh else None
@@ -268,10 +267,10 @@ class TorchTrainee:
 
     def choose_collectives(self, module: nn.Module, is_last: bool) -> None:
         """Let FSDP communicate in a backward pass of `module`, its last of the step or not, as the strategy asks."""
-        if isinstance(module, FSDPModule) and self.engine.layout.gathers_once:
+        if isinstance(module, fsdp.FSDPModule) and self.engine.layout.gathers_once:
             module.set_requires_gradient_sync(is_last)
             module.set_reshard_after_backward(is_last)
-        elif isinstance(module, FSDPModule):
+        elif isinstance(module, fsdp.FSDPModule):
             module.set_requires_all_reduce(is_last)
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[dict[str, Tensor], bool]]:
@@ -328,7 +327,7 @@ class TorchTrainee:
             totals += self.evaluated(micro_batch)
         reduce_over_processes(totals)
         for module in (module for root in self.roots for module in root.modules()):
-            if isinstance(module, FSDPModule):  # without a backward pass, what was gathered for the step stays gathered
+            if isinstance(module, fsdp.FSDPModule):  # without a backward pass, what was gathered stays gathered
                 module.reshard()
         mean, tokens = totals[0] / totals[1].clamp(min=1), totals[1] / self.engine.mesh.tensor
         return StepResult(("loss", "tokens"), torch.stack((mean, tokens)))
