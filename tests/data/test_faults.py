@@ -52,6 +52,17 @@ def test_a_shard_truncated_before_the_start_is_named(tmp_path: Path, store: str,
     assert str(path) in complaint(tmp_path / "data")
 
 
+@pytest.mark.parametrize("size", [9, 20_000])  # tokens of a document: the bodies of large batches are not read
+@pytest.mark.parametrize("labels", [False, pytest.param(True, marks=needs("shard_formats"))])
+def test_streams_that_are_joined_as_bytes_are_refused(tmp_path: Path, labels: bool, size: int) -> None:
+    """pyarrow reads the first one."""
+    tokens = pa.array([[*range(size)]] * 8, pa.list_(pa.int32()))
+    table = pa.table({"tokens": tokens} | ({"labels": tokens} if labels else {}))
+    path = corpora.write_table(tmp_path / "data" / "s", table, "stream", 4)
+    path.write_bytes(path.read_bytes() * 2)
+    assert "bytes follow the end of its stream" in complaint(tmp_path / "data")
+
+
 CHANGES: dict[str, tuple[str, Callable[[Path], object]]] = {  # what happens to a shard -> what the error says
     "truncated": ("", lambda shard: truncate(shard, 0.1)),
     "removed": (": removed or replaced while the run reads it", Path.unlink),

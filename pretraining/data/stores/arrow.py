@@ -65,6 +65,7 @@ def index_arrow(
                 batches, blocks = pa.ipc.open_stream(source), None
                 schema = batches.schema
             if contents := read_labels(schema, batches, column, path, decoded):
+                _refuse_rest(source, blocks)
                 return contents
             mean = size_of(location(path)) // (1 if blocks is None else max(1, len(blocks)))  # bytes of a batch
             if mean < LARGE and not is_remote(path):
@@ -138,6 +139,7 @@ def _bodies(source: pa.NativeFile, blocks: np.ndarray | None) -> Iterator[tuple[
         messages.read_next_message()  # the schema
         yield from ((message, source.tell() - message.body.size) for message in messages
                     if message.type == "record batch")  # and no dictionary of another column  # fmt: skip
+        _refuse_rest(source, blocks)
         return
     for place, header, _, _ in blocks.tolist():
         source.seek(place)
@@ -145,6 +147,14 @@ def _bodies(source: pa.NativeFile, blocks: np.ndarray | None) -> Iterator[tuple[
         if message.type != "record batch":
             raise pa.ArrowInvalid(f"a {message.type} where its footer lists a record batch")
         yield message, place + header
+
+
+def _refuse_rest(source: BinaryIO, blocks: np.ndarray | None) -> None:
+    """Raise ArrowInvalid if something follows a stream that was read, such as a second one: nothing reads it."""
+    import pyarrow as pa
+
+    if blocks is None and source.read(1):
+        raise pa.ArrowInvalid("bytes follow the end of its stream; join streams with pyarrow, not with cat")
 
 
 def _read_messages(

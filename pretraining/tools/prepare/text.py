@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+from urllib.parse import unquote
 
 from pretraining.config.errors import UserError
 from pretraining.tools.prepare.urls import Url, expand, is_url, source, unreachable
@@ -124,6 +125,7 @@ def find_files(inputs: Sequence[str], endings: Sequence[str]) -> tuple[list[Inpu
         else:
             is_folder = path.is_dir()
             files = [*sorted(file for file in path.rglob("*") if file.is_file())] if is_folder else [path]
+            _refuse_removed(files)
         for file in files:
             if not is_folder and file.suffix and text_format(file, endings) is None:
                 raise UserError(
@@ -135,6 +137,15 @@ def find_files(inputs: Sequence[str], endings: Sequence[str]) -> tuple[list[Inpu
     if not chosen:
         raise UserError(f"{', '.join(inputs)}: no text, .jsonl or .parquet files: --endings lists those of plain text")
     return chosen, ignored
+
+
+def _refuse_removed(files: Sequence[Input]) -> None:
+    """Raise UserError for a file that its Delta table has removed, and which a reader of plain Parquet still finds."""
+    found = set(files)
+    for log in (file for file in files if isinstance(file, Path) and file.match("_delta_log/*.json")):
+        for action in map(json.loads, log.read_text().splitlines()):
+            if "remove" in action and (file := log.parents[1] / unquote(action["remove"]["path"])) in found:
+                raise UserError(f"{file}: its Delta table has removed it: write the table as plain Parquet, or vacuum it")
 
 
 def divide(files: Sequence[Input], endings: Sequence[str], shard_bytes: int = SHARD_BYTES) -> list[TextShard]:
