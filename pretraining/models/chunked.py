@@ -57,30 +57,22 @@ def _chunks(q: Tensor, k: Tensor) -> list[tuple[slice, int, int]]:
 
 
 class _Chunked(torch.autograd.Function):
+    """Takes the fields of the mask one by one, because autograd finds tensors among the arguments only."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        segments: Tensor | None,
-        window: int | None,
-        noise: Tensor | None,
-        dropout: float,
-        tensor_rank: int,
-    ) -> Tensor:
-        mask = AttentionMask(segments, window, noise, dropout, tensor_rank)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *fields: Any) -> Tensor:
+        mask = AttentionMask(*fields)
         outputs, normalizers = [], []
         for queries, first, last in _chunks(q, k):
-            low = _lowest_key(first, window)
+            low = _lowest_key(first, mask.window)
             scores = _scores(q[..., queries, :], k[:, :, low:last], mask, first, low)  # [B, K, G, C, S]
             normalizer = scores.logsumexp(-1, keepdim=True)
             weights = _dropped((scores - normalizer).exp(), mask, first, low)
             outputs.append(_per_group(WEIGHTED_SUM, weights.to(v.dtype), v[:, :, low:last]))
             normalizers.append(normalizer)
         y, normalizer = torch.cat(outputs, 3), torch.cat(normalizers, 3)  # [B, K, G, T, E], [B, K, G, T, 1]
-        ctx.save_for_backward(q, k, v, y, normalizer, segments, noise)
-        ctx.window, ctx.dropout, ctx.tensor_rank = window, dropout, tensor_rank
+        ctx.save_for_backward(q, k, v, y, normalizer, mask.segments, mask.noise)
+        ctx.window, ctx.dropout, ctx.tensor_rank = mask.window, mask.dropout, mask.tensor_rank
         return y
 
     @staticmethod
@@ -103,7 +95,7 @@ class _Chunked(torch.autograd.Function):
             weights = _dropped(weights, mask, first, low)
             grad_k = grad_k + torch.nn.functional.pad(_sum_over_queries(grad_scores, queries), padding)
             grad_v = grad_v + torch.nn.functional.pad(_sum_over_queries(weights.to(q.dtype), grad_chunk), padding)
-        return torch.cat(grad_q, 3), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None, None
+        return torch.cat(grad_q, 3), grad_k.to(k.dtype), grad_v.to(v.dtype), *(None,) * len(mask)
 
 
 def _lowest_key(first: int, window: int | None) -> int:
