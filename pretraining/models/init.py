@@ -22,7 +22,7 @@ VOCABULARIES = ("embed_tokens", "lm_head")  # [vocabulary, hidden], whose rows m
 RESIDUAL_OUTPUTS = ("o_proj", "down_proj")  # output_init_method: their outputs are summed over depth
 
 
-def initial_weight(config: TrainConfig, layers: int, name: str, shape: torch.Size) -> Tensor:
+def initial_weight(config: TrainConfig, name: str, shape: torch.Size) -> Tensor:
     """Return the initial fp32 value of the parameter with this Hugging Face name, on the CPU; padded rows are zero."""
     module = name.split(".")[-2]
     if name.endswith(".bias"):
@@ -35,7 +35,7 @@ def initial_weight(config: TrainConfig, layers: int, name: str, shape: torch.Siz
     method = config.output_init_method if module in RESIDUAL_OUTPUTS else config.init_method
     used = min(shape[0], model_shape(config).vocab_size) if module in VOCABULARIES else shape[0]
     used_shape = torch.Size((used, *shape[1:]))
-    weight = draw(method, used_shape, deviation(method, config, layers, name, used_shape), generator)
+    weight = draw(method, used_shape, deviation(method, config, name, used_shape), generator)
     return weight if used == shape[0] else F.pad(weight, (0, 0, 0, shape[0] - used))
 
 
@@ -52,20 +52,21 @@ def generator_of(config: TrainConfig, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
-def deviation(method: str, config: TrainConfig, layers: int, name: str, shape: torch.Size) -> float:
+def deviation(method: str, config: TrainConfig, name: str, shape: torch.Size) -> float:
     """Return the standard deviation of a weight [outputs, inputs]; sources in TrainConfig.init_method."""
+    model = model_shape(config)
 
     def of(hidden: float, outputs: float, inputs: float) -> float:
         deviations = {
             "normal": config.init_std,
-            "scaled_normal": config.init_std / math.sqrt(2 * layers),
+            "scaled_normal": config.init_std / math.sqrt(2 * model.num_layers),
             "small_init": math.sqrt(2 / (5 * hidden)),
-            "wang_init": 2 / (layers * math.sqrt(hidden)),
+            "wang_init": 2 / (model.num_layers * math.sqrt(hidden)),
             **dict.fromkeys(("xavier_normal", "xavier_uniform"), math.sqrt(2 / (outputs + inputs))),
         }
         return deviations[method]
 
-    return config.initial_deviation(name, (model_shape(config).hidden_size, *shape), of)
+    return config.initial_deviation(name, (model.hidden_size, *shape), of)
 
 
 def on_meta(config: TrainConfig) -> Llama:
@@ -81,6 +82,6 @@ def build_model(config: TrainConfig) -> Llama:
         return model
     for prefix, module in model.named_modules():
         for name, meta in module.named_parameters(prefix, recurse=False):
-            value = initial_weight(config, model.shape.num_layers, name, meta.shape)
-            setattr(module, name.rpartition(".")[2], nn.Parameter(value, meta.requires_grad))
+            value = nn.Parameter(initial_weight(config, name, meta.shape), meta.requires_grad)
+            setattr(module, name.rpartition(".")[2], value)
     return model

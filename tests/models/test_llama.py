@@ -68,20 +68,20 @@ def test_the_mask_of_blocks_is_the_definition(lengths: list[int], window: int, q
 def test_a_weight_is_initialised_bitwise_alone_and_in_the_model() -> None:
     config = TrainConfig(**TINY, seed=7)
     for name, weight in build_model(config).named_parameters():
-        assert torch.equal(weight, initial_weight(config, 3, name, weight.shape)), name
+        assert torch.equal(weight, initial_weight(config, name, weight.shape)), name
 
 
 def test_layers_and_seeds_have_different_initial_weights() -> None:
     shape = torch.Size((64, 64))
     names = [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(3)]
-    made = [initial_weight(TrainConfig(**TINY, seed=seed), 3, name, shape) for name in names for seed in (1, 2)]
+    made = [initial_weight(TrainConfig(**TINY, seed=seed), name, shape) for name in names for seed in (1, 2)]
     assert len({tuple(weight.flatten().tolist()) for weight in made}) == 6
 
 
 def test_initial_spread_is_init_std_and_less_for_outputs_of_the_residual_stream() -> None:
-    config = TrainConfig(**TINY, init_std=0.03)
-    plain = initial_weight(config, 8, "model.layers.0.mlp.up_proj.weight", torch.Size((400, 400)))
-    output = initial_weight(config, 8, "model.layers.0.mlp.down_proj.weight", torch.Size((400, 400)))
+    config = TrainConfig(**{**TINY, "num_layers": 8}, init_std=0.03)
+    plain = initial_weight(config, "model.layers.0.mlp.up_proj.weight", torch.Size((400, 400)))
+    output = initial_weight(config, "model.layers.0.mlp.down_proj.weight", torch.Size((400, 400)))
     assert plain.std().item() == pytest.approx(0.03, rel=0.02)
     assert output.std().item() == pytest.approx(0.03 / 4, rel=0.02)
 

@@ -124,14 +124,15 @@ def test_a_share_of_the_channels_is_rotated() -> None:
     ],
 )
 def test_initial_weights_have_the_spread_of_their_method(method: Any, expected: float) -> None:
-    config, shape = TrainConfig(**TINY, init_method=method, output_init_method="normal"), torch.Size((400, 400))
-    assert deviation(method, config, 6, "model.layers.0.mlp.up_proj.weight", shape) == pytest.approx(expected)
-    made = initial_weight(config, 6, "model.layers.0.mlp.up_proj.weight", shape)
+    shape = torch.Size((400, 400))
+    config = TrainConfig(**{**TINY, "num_layers": 6}, init_method=method, output_init_method="normal")
+    assert deviation(method, config, "model.layers.0.mlp.up_proj.weight", shape) == pytest.approx(expected)
+    made = initial_weight(config, "model.layers.0.mlp.up_proj.weight", shape)
     assert made.std().item() == pytest.approx(expected, rel=0.02)
     assert method != "xavier_uniform" or float(made.abs().max()) <= math.sqrt(6 / 800)
-    output = initial_weight(config, 6, "model.layers.0.mlp.down_proj.weight", shape)
+    output = initial_weight(config, "model.layers.0.mlp.down_proj.weight", shape)
     assert output.std().item() == pytest.approx(0.02, rel=0.02)
-    assert initial_weight(config, 6, "model.layers.0.mlp.up_proj.bias", torch.Size((4,))).tolist() == [0.0] * 4
+    assert initial_weight(config, "model.layers.0.mlp.up_proj.bias", torch.Size((4,))).tolist() == [0.0] * 4
 
 
 def test_tokens_before_the_windows_of_all_layers_have_no_effect() -> None:

@@ -229,10 +229,10 @@ class TorchTrainee:
 
     def _fill(self, values: dict[str, Tensor]) -> None:
         """Write this process's shards of `values`, or where there are none, of the initial weights."""
-        layers, shards = self.model.shape.num_layers, self.shards
+        shards = self.shards
 
         def fill(name: str) -> None:
-            value = values[name] if values else initial_weight(self.config, layers, name, shards.shapes[name])
+            value = values[name] if values else initial_weight(self.config, name, shards.shapes[name])
             shards.local(name).copy_(shards.slice_of(name, value))
 
         # torch's generator releases the interpreter lock

@@ -134,10 +134,10 @@ class XlaTrainee:
         self.engine, self.config, self.model = engine, engine.config, model
         self._commits = 0
         values = {name: weight for name, weight in model.named_parameters() if not weight.is_meta}
-        layers, parameters = model.shape.num_layers, engine.precision.parameters
+        parameters = engine.precision.parameters
 
         def value(name: str, shape: torch.Size) -> Tensor:
-            return values[name].detach() if values else initial_weight(self.config, layers, name, shape)
+            return values[name].detach() if values else initial_weight(self.config, name, shape)
 
         stack_layers(model, len(self.config.division.stack()))
         for prefix, module in model.named_modules():
