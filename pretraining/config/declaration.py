@@ -110,16 +110,15 @@ class Needs(NamedTuple):
 Constraint = AtLeast | Above | OneOf | Grammar
 
 
-class Common:
-    """`--help` shows the setting without being asked for all of them."""
+class Trait(Enum):
+    """What else a declaration says of a setting."""
+
+    COMMON = "`--help` shows the setting without being asked for all of them"
+    STORABLE = "the path may be in object storage; those of other settings are local"
+    PER_HOST = "processes may have different values, because neither the result nor a collective depends on them"
 
 
-class Storable:
-    """The path may be in object storage; those of other settings are local."""
-
-
-class PerHost:
-    """Processes of a run may have different values, because neither the result nor a collective depends on them."""
+COMMON, STORABLE, PER_HOST = Trait
 
 
 class Setting(NamedTuple):
@@ -132,9 +131,7 @@ class Setting(NamedTuple):
     constraint: Constraint | None
     needs: Needs | None
     resume: Resume
-    is_common: bool
-    may_be_object: bool
-    may_differ: bool  # between the processes of a run
+    traits: frozenset[Trait]
 
     @property
     def expected(self) -> str:
@@ -162,7 +159,7 @@ class Setting(NamedTuple):
         kinds = (int, float) if self.kind is float else (self.kind,)
         if type(value) not in kinds:
             return f"{self.expected}, not the {type(value).__name__} {value!r}"
-        if self.kind is str and not self.constraint and (fault := path_fault(value, self.may_be_object)):
+        if self.kind is str and not self.constraint and (fault := path_fault(value, STORABLE in self.traits)):
             return fault
         if self.constraint and not self.constraint.accepts(value):
             near = get_close_matches(value, self.constraint.choices, 1) if isinstance(self.constraint, OneOf) else []
@@ -228,7 +225,5 @@ def _setting(configuration: type, name: str, hint: Any, default: Any) -> Setting
         constraint=constraint,
         needs=next((marker for marker in markers if isinstance(marker, Needs)), None),
         resume=next((marker for marker in markers if isinstance(marker, Resume)), Resume.NOTE),
-        is_common=any(isinstance(marker, Common) for marker in markers),
-        may_be_object=any(isinstance(marker, Storable) for marker in markers),
-        may_differ=any(isinstance(marker, PerHost) for marker in markers),
+        traits=frozenset(marker for marker in markers if isinstance(marker, Trait)),
     )

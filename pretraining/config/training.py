@@ -16,16 +16,16 @@ from typing import Annotated, Any, Literal
 from pretraining.config.attention import AttentionChoice
 from pretraining.config.batches import GlobalBatches
 from pretraining.config.declaration import (
+    COMMON,
+    PER_HOST,
+    STORABLE,
     Above,
     AtLeast,
-    Common,
     Grammar,
     KeyOf,
     Needs,
     OneOf,
-    PerHost,
     Resume,
-    Storable,
     settings_of,
 )
 from pretraining.config.division import Division
@@ -47,9 +47,6 @@ Activation = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tan
 ShardingStrategy = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
 InitMethod = Literal["normal", "scaled_normal", "small_init", "wang_init", "xavier_normal", "xavier_uniform"]
 
-COMMON = Common()
-STORABLE = Storable()
-PER_HOST = PerHost()
 BLOCKS = Grammar(parse_selective, "k for every k-th block (1, 2, 3, ...), or a share of the blocks (1/3, 0.5)")
 MODULES = Grammar(parse_modules, f"some of {', '.join(RECOMPUTABLE)}, comma-separated")
 NAME = Grammar(parse_name, "a name without a slash, of at most 255 bytes; --log_dir may be any folder")

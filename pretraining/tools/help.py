@@ -14,7 +14,7 @@ from inspect import get_annotations, getsource
 from itertools import pairwise
 from typing import NamedTuple
 
-from pretraining.config.declaration import OneOf, Setting, settings_of
+from pretraining.config.declaration import COMMON, OneOf, Setting, settings_of
 from pretraining.config.extension import COMBINED, Extension
 from pretraining.config.training import TrainConfig
 
@@ -116,7 +116,7 @@ def _wrapped(text: str, indent: str = "") -> list[str]:
 
 def _is_shown(field: Field, word: str, setting: Setting) -> bool:
     if not word:
-        return setting.is_common
+        return COMMON in setting.traits
     return word == "all" or word.lower().replace("-", "_") in field.name or word.lower() in field.text.lower()
 
 
@@ -149,7 +149,7 @@ def nearest_settings(word: str, settings: Mapping[str, Setting]) -> list[str]:
     """Return the settings of these initials or words, or the most similar ones."""
     name = word.replace("-", "_").lower()
     near = [field for field in settings if name == "".join(part[0] for part in field.split("_"))]
-    near = [field for field in near if settings[field].is_common] or near
+    near = [field for field in near if COMMON in settings[field].traits] or near
     if not near and "_" in name:
         near = [field for field in settings if _has_words(field, name)]
     if not near or name in near:

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from main_training import CHECKS, CONFIGURATION, configure
-from pretraining.config.declaration import parse_value, settings_of
+from pretraining.config.declaration import COMMON, parse_value, settings_of
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.flags import read, run
 from pretraining.config.grammar import path_fault
@@ -231,7 +231,7 @@ def test_help_shows_the_common_settings_or_those_with_a_word_and_trains_nothing(
             if line.startswith("  --")
         }
 
-    common = {name for name, setting in SETTINGS.items() if setting.is_common}
+    common = {name for name, setting in SETTINGS.items() if COMMON in setting.traits}
     assert 25 < len(common) < 40
     for words in (["--help"], ["-h"], ["--batch_size=4", "--help"], ["--batch_sise=4", "--help"]):
         assert page(*words) == common

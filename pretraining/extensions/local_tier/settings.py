@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pretraining.config.declaration import AtLeast, Needs, Resume
+from pretraining.config.declaration import PER_HOST, AtLeast, Needs, Resume
 from pretraining.config.errors import Problem, UserError
-from pretraining.config.training import PER_HOST, TrainConfig
+from pretraining.config.training import TrainConfig
 from pretraining.extensions.checks import without_effect
 
 

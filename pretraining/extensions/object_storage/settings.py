@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from pretraining.config.declaration import Above, Resume
-from pretraining.config.training import PER_HOST, TrainConfig
+from pretraining.config.declaration import PER_HOST, Above, Resume
+from pretraining.config.training import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from pretraining.config.declaration import Common, Resume
+from pretraining.config.declaration import COMMON, Resume
 from pretraining.config.training import TrainConfig
 
 
@@ -14,7 +14,7 @@ class PreflightConfig(TrainConfig):
     """A configuration that may be checked instead of run."""
 
     # ---- Logging and profiling
-    check: Annotated[bool, Resume.FREE, Common()] = False
+    check: Annotated[bool, Resume.FREE, COMMON] = False
     """Check settings, paths, tokenizer, data, packages, storage and the address of the first process, print every
     mistake, and stop: code 0 if there is none, otherwise 2. No device is opened."""
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
-from pretraining.config.declaration import settings_of
+from pretraining.config.declaration import PER_HOST, settings_of
 from pretraining.config.errors import UserError
 from pretraining.config.flags import print_mistake
 from pretraining.config.grammar import without_credentials
@@ -119,7 +119,7 @@ def find_processes(is_xla: bool) -> Processes:
 
 def compared_settings(config: TrainConfig) -> dict[str, str]:
     """Return the settings that must not differ, by flag."""
-    names = (name for name, setting in settings_of(type(config)).items() if not setting.may_differ)
+    names = (name for name, setting in settings_of(type(config)).items() if PER_HOST not in setting.traits)
     return {f"--{name}": without_credentials(str(getattr(config, name))) for name in names}
 
 

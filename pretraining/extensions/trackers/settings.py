@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import SplitResult, urlsplit
 
-from pretraining.config.declaration import Grammar, Needs, Resume
+from pretraining.config.declaration import PER_HOST, Grammar, Needs, Resume
 from pretraining.config.errors import Problem, UserError
 from pretraining.config.flags import first_rank
-from pretraining.config.training import PER_HOST, TrainConfig
+from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problem
 
 NAME = Grammar(str, "a name")  # no path

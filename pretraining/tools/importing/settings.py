@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pretraining.config.declaration import AtLeast, Common, Needs
-from pretraining.config.training import PER_HOST, STEPS, TrainConfig
+from pretraining.config.declaration import COMMON, PER_HOST, AtLeast, Needs
+from pretraining.config.training import STEPS, TrainConfig
 
-COMMON = Common()
 _OVERRIDE = re.compile(r"(--|\+{0,2})[A-Za-z]\w*(\.\w+)+=")  # Hydra's, with a + where the file lacks the key
 _RECOMPUTE = re.compile(r"--recompute[-_](?=(granularity|modules|num[-_]layers)(=|$))")  # Megatron's names
 # fms-fsdp's defaults, which its launch scripts spell out

@@ -6,11 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from pretraining.config.declaration import AtLeast, Common, Grammar, Needs, OneOf, Resume
+from pretraining.config.declaration import COMMON, AtLeast, Grammar, Needs, OneOf, Resume
 from pretraining.config.training import TrainConfig
 from pretraining.tools.plan.devices import PLAN_KINDS
-
-COMMON = Common()
 
 
 def parse_topology(text: str) -> list[int]:
