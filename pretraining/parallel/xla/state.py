@@ -98,14 +98,10 @@ class XlaShards:
         return self._host[index][tuple(slice(0, cut.stop - cut.start) for cut in region)]
 
     def release(self) -> None:
-        """Free the host copy."""
-        self._host, self._released = None, 0
-
-    def release_layer(self) -> None:
         """Free the host copy after as many calls as logical tensors share it."""
         self._released += 1
         if self._released >= self.users:
-            self.release()
+            self._host, self._released = None, 0
 
     def put_back(self) -> None:
         """Write the host copy, if a load asked for it, to the devices."""
@@ -117,7 +113,7 @@ class XlaShards:
             devices = [device for _, device in _C._get_local_shards([self.tensor])[0]]
             data = [self._host[self.regions[offsets][0]] for offsets in self.all_offsets]
             _C._load_local_shards(self.tensor, data, devices)
-        self.release()
+        self._host = None
 
 
 class XlaLogicalTensor(LogicalTensor):
@@ -162,7 +158,7 @@ class XlaLogicalTensor(LogicalTensor):
 
     def release(self) -> None:
         """Free the host copy once no layer that shares it needs it."""
-        self.shards.release_layer()
+        self.shards.release()
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         offsets = tuple(index.offset or ())
