@@ -15,7 +15,7 @@ import numpy as np
 from pretraining.config.errors import UserError
 from pretraining.config.grammar import parse_split, parse_steps, parse_weights
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import CUSTOM, VARIANTS
+from pretraining.config.variants import model_shape
 from pretraining.data.hashing import short_hash
 from pretraining.data.index import ShardIndex, TokenShard, index_folder, last_tokens, open_indexes
 from pretraining.data.layouts import read_dataset_json, split_folders
@@ -67,13 +67,6 @@ class SpecialTokens(NamedTuple):
     bol: int | None
     eol: int | None
     origin: str  # what set the separator
-
-
-def vocabulary(config: TrainConfig) -> int | None:
-    """Return the rows of the embedding; None for custom dimensions without a vocabulary (validation refuses those)."""
-    if config.vocab_size is not None:
-        return config.vocab_size
-    return None if config.model_variant == CUSTOM else VARIANTS[config.model_variant].vocab_size
 
 
 def split_source(config: TrainConfig, split: str) -> SplitSource:
@@ -135,7 +128,7 @@ def _open(config: TrainConfig, folder: Location, name: str, split: str, shares: 
     description = read_dataset_json(folder / DESCRIPTION) if (folder / DESCRIPTION).is_file() else {}
     if strip or config.col_name != TOKENS:  # other documents than those that prepare.py counted
         description = {name: value for name, value in description.items() if name not in ("tokens", "blocks")}
-    _check_description(folder, description, shards, vocabulary(config))
+    _check_description(folder, description, shards, model_shape(config).vocab_size)
     _check_labels(config, folder, description, shards)
     first, last = 0, total
     if shares:
@@ -163,12 +156,10 @@ def split_edges(text: str, documents: int) -> list[int]:
 # ---- What prepare.py wrote next to the shards
 
 
-def _check_description(
-    folder: Location, description: dict[str, Any], shards: list[ShardIndex], rows: int | None
-) -> None:
+def _check_description(folder: Location, description: dict[str, Any], shards: list[ShardIndex], rows: int) -> None:
     """Raise UserError if shards are missing, or the tokenizer has more ids than the embedding has rows."""
     size = description.get("vocab_size")
-    if size is not None and rows is not None and size > rows:
+    if size is not None and size > rows:
         raise UserError(
             f"{folder}: its tokenizer has {size:,} ids, but the model's vocabulary is {rows:,}: "
             f"give --vocab_size={size} or more"
@@ -202,10 +193,10 @@ def _check_labels(config: TrainConfig, folder: Location, description: dict[str, 
         raise UserError(f"{folder}: rows of whole examples have no place for --{added[0]}: remove it")
 
 
-def describe_vocabulary(dataset: Dataset, rows: int | None) -> str:
+def describe_vocabulary(dataset: Dataset, rows: int) -> str:
     """Return a line if the model's vocabulary has ids that the tokenizer of the data does not have; otherwise ""."""
     size = dataset.description.get("vocab_size")
-    if not isinstance(size, int) or rows is None or size >= rows:
+    if not isinstance(size, int) or size >= rows:
         return ""
     return f"{dataset.name}: its tokenizer has {size:,} ids, the model's vocabulary {rows:,}: the rest is never trained"
 

@@ -16,6 +16,7 @@ import numpy as np
 from pretraining.config.batches import GlobalBatches
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
+from pretraining.config.variants import model_shape
 from pretraining.data.corpus import BlockCache, Corpus, DocumentOrder
 from pretraining.data.datasets import (
     SPLITS,
@@ -29,7 +30,6 @@ from pretraining.data.datasets import (
     open_datasets,
     special_tokens,
     split_source,
-    vocabulary,
 )
 from pretraining.data.files import OpenFiles
 from pretraining.data.hashing import key_of, short_hash
@@ -296,7 +296,7 @@ class Mixture:
             ahead.expect(sum(size * min(lanes, count) for size, count in (corpus.remote_blocks for corpus in corpora)))
         self._lanes = [LaneOrder(corpus.tokens, payload(config, special), lanes) for corpus in corpora]
         self._dataset, self._earlier, self._counts = schedule.dataset.data, schedule.earlier.data, schedule.counts
-        self._vocabulary = vocabulary(config)
+        self._vocabulary = model_shape(config).vocab_size
 
     def row(self, sequence: int, out: np.ndarray, checked: set[OpenFile]) -> RowMarks:
         """Fill `out` (int32 [seq_length + 1]) with [bol,] tokens of one dataset, and one more as the last label.
@@ -332,7 +332,7 @@ class Mixture:
     def check(self, sequences: Sequence[int], rows: np.ndarray) -> None:
         """Raise UserError that names the shard of an id outside the model's vocabulary."""
         unsigned = rows.view(np.uint32)  # a negative id becomes a large one
-        if self._vocabulary is None or int(unsigned.max()) < self._vocabulary:
+        if int(unsigned.max()) < self._vocabulary:
             return
         row = int(unsigned.max(axis=1).argmax())
         wrong = int(rows[row, unsigned[row].argmax()])
@@ -406,7 +406,7 @@ def open_stream(
     total, counted = _extent(config, corpora, tokens, rank_slice, split)
     facts: dict[str, Any] = {"datasets": _facts(config, datasets, corpora, schedule, tokens if split == "train" else 0)}
     facts["notes"] = [*([source.note] if source.note else []), describe_separator(special)]
-    rows = vocabulary(config)
+    rows = model_shape(config).vocab_size
     lines = (line for dataset in datasets for line in (describe_vocabulary(dataset, rows), describe_labels(dataset)))
     facts["notes"] += filter(None, lines)
     return Stream(
@@ -474,11 +474,9 @@ def _open_endless(
     own: Rows | None,
 ) -> Stream:
     """Open data that are a function of the sequence alone: the user's own, or counters."""
-    rows = vocabulary(config)
+    rows = model_shape(config).vocab_size
     if own and config.num_epochs:
         raise UserError(f"--num_epochs={config.num_epochs}: data of your own have no end: give num_steps instead")
-    if rows is None:
-        raise UserError("--use_dummy_dataset counts modulo the vocabulary: --model_variant=custom needs --vocab_size")
     order: dict[str, Any] = {"seed": config.seed, "vocab_size": rows, "seq_length": config.seq_length}
     order |= {"data": type(own).__qualname__} if own else {}
     first_state = open_state(order, {}, previous=state, config=config)
