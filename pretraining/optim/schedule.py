@@ -13,13 +13,8 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     """Return the rate of the 0-based optimizer update `step`, also past the end."""
     if (rate := config.own_rate(step)) is not None:
         return rate
-    return config.schedules()[config.lr_schedule].rate(step, curve_of(config))
-
-
-def curve_of(config: TrainConfig) -> Curve:
-    """Return the parameters of the configured schedule."""
     schedule = config.schedules()[config.lr_schedule]
-    return Curve(
+    curve = Curve(
         peak=config.hyperparameters.learning_rate,
         floor=config.min_lr,
         warmup=warmup_steps(config),
@@ -28,6 +23,7 @@ def curve_of(config: TrainConfig) -> Curve:
         constant=config.lr_constant_steps,
         more={name: getattr(config, name) for name in (*schedule.reads, *schedule.requires, "num_steps")},
     )
+    return schedule.rate(step, curve)
 
 
 def warmup_steps(config: TrainConfig) -> float:
