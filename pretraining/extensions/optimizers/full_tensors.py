@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from pretraining.optim.optimizer import ParameterState
+from pretraining.optim.optimizer import ParameterState, moment_shape
 from pretraining.optim.rules import Moments, MomentSpec
 from pretraining.parallel.layout import shard_dimension
 from pretraining.parallel.torch.state import WEIGHT, LocalShards, to_local
@@ -70,7 +70,7 @@ def as_dtensor(shards: LocalShards, name: str, shard: Tensor, spec: MomentSpec) 
         dim = shards.layout.tensor_dimension(name)
         mesh = shards.device_mesh
         placed = (Replicate(), Replicate() if dim is None else Shard(dim), Shard(shard_dimension(name)))
-    shape = shards.unsharded_shape(name, spec)
+    shape = moment_shape(shards.shapes[name], spec)
     reduced = [Shard(len(shape) + dim) for dim in spec.reduced_dims]
     placed = tuple(Replicate() if p in reduced else p for p in placed)
     stride = torch.empty(shape, device="meta").stride()

@@ -79,7 +79,7 @@ def _in_shards(trainee: Any, parameter: Any, tensor: Any, *, is_moment: bool) ->
     from pretraining.optim.optimizer import moment_shape
     from pretraining.parallel.sharding import without_single
 
-    layout, whole = trainee.engine.layout, trainee.shards.unsharded_shape(parameter.name)
+    layout, whole = trainee.engine.layout, trainee.shards.shapes[parameter.name]
     shape = moment_shape(whole, next(iter(parameter.moment_specs().values()))) if is_moment else whole
     spec = layout.moment(parameter.name) if is_moment else layout.parameter(parameter.name)
     return _described(shape, tensor.dtype, without_single(spec, shape), tensor.nbytes)

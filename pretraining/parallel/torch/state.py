@@ -60,7 +60,10 @@ class LocalShards:
         device_mesh: DeviceMesh | None,
         process_index: int,
     ) -> None:
-        """`model` has been sharded; `shapes` are those of all parameters before."""
+        """`model` has been sharded; `shapes` are those of all parameters before.
+
+        The shards do not tell: one with a single row is as large as that of a moment which reduces the rows.
+        """
         self.weights: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.shapes, self._vocabulary = shapes, model.shape.vocab_size
         self.layout, self.device_mesh = layout, device_mesh
@@ -91,19 +94,12 @@ class LocalShards:
 
     def checkpoint_tensor(self, name: str, shard: Tensor, spec: MomentSpec = WEIGHT) -> Tensor:
         """Describe this process's shard of a parameter, or of its moment `spec`, for a checkpoint: without padding."""
-        shape = self.unsharded_shape(name, spec)
+        shape = moment_shape(self.shapes[name], spec)
         if name.split(".")[-2] in VOCABULARIES:
             shape = torch.Size((min(shape[0], self._vocabulary), *shape[1:]))
         if not isinstance(self.weights[name], DTensor) and shard.shape == shape:
             return shard
         return TorchLogicalTensor(shard, self.offsets(name, spec), shape)
-
-    def unsharded_shape(self, name: str, spec: MomentSpec = WEIGHT) -> torch.Size:
-        """Return the shape of a parameter, or of its moment `spec`.
-
-        The shards do not tell: one with a single row is as large as that of a moment which reduces the rows.
-        """
-        return moment_shape(self.shapes[name], spec)
 
 
 def to_local(tensor: Tensor) -> Tensor:
