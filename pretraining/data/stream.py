@@ -107,13 +107,14 @@ class Stream:
         counted: int | None = None,
         text_bytes: TextBytes | None = None,
     ) -> None:
-        """state: of step 0. batches: which sequences each of the steps has.
+        """state: of step 0. facts: printed before training, the datasets with their tokens, shares and epochs.
+        batches: which sequences each of the steps has.
         total: sequences that exist, counted from the beginning of the run; None: endless.
         counted: those of them whose labels are trained, None: all; the others fill up the last batch.
         text_bytes: counts the bytes of a batch; None: they are not known.
         """
         self._source, self._slice, self._fields, self._batches = source, rank_slice, fields, batches
-        self._state, self._facts, self._total, self._counted = state, facts, total, counted
+        self._state, self.facts, self._total, self._counted = state, facts, total, counted
         self._bytes = text_bytes
 
     @property
@@ -193,10 +194,6 @@ class Stream:
     def consumed(self, step: int) -> dict[str, int]:
         """Return the sequences of each dataset before step `step`, those passed over included; {} for the dummy."""
         return consumed_at(self._state, int(self.state(step)["sequences"]))
-
-    def facts(self) -> dict[str, Any]:
-        """Return what is printed before training: the datasets with their tokens, shares and epochs."""
-        return self._facts
 
     def close(self) -> None:
         """Close the open files. The stream can still be read: they are opened again."""

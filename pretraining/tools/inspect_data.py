@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def describe_datasets(config: TrainConfig, split: str) -> list[str]:
     """Return a table of the datasets, then a histogram of document lengths for each."""
-    facts = open_stream(config, split=split).facts()["datasets"]
+    facts = open_stream(config, split=split).facts["datasets"]
     width = max([len("dataset"), *(len(row["name"]) for row in facts)])
     lines = [
         f"{'dataset':<{width}} {'shards':>7} {'documents':>13} {'empty':>7} {'tokens':>17} {'share':>8} {'epochs':>8}"

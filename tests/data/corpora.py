@@ -125,5 +125,5 @@ def rows(stream: Stream, steps: int) -> list[np.ndarray]:
 
 def epoch_tokens(stream: Stream) -> int:
     """Tokens of one epoch of the only dataset, separators included."""
-    (dataset,) = stream.facts()["datasets"]
+    (dataset,) = stream.facts["datasets"]
     return int(dataset["tokens"])

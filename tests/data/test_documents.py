@@ -40,7 +40,7 @@ def test_without_shuffling_documents_come_as_they_are_stored_between_their_speci
         stored = [token for document in documents if document for token in [*begin, *document, *end]]
         steps = 2 * len(stored) // 16  # of two epochs
         assert np.concatenate(rows(stream, steps)).tolist() == (stored * 2)[: steps * 16]
-        notes = stream.facts()["notes"]
+        notes = stream.facts["notes"]
         assert ("no separator between documents (--sep_token)" in notes) == (not end)
 
 
@@ -66,7 +66,7 @@ def test_strip_tokens_are_removed_once_from_a_documents_two_ends(tmp_path: Path)
     x, y = 800, 801
     corpus(tmp_path / "data", [[x, 5, x, y], [x, x, 6], [x], [x, y], [], [7, 8], [y, x, x]] * 30)
     stream = open_stream(settings(tmp_path / "data", shuffle="none", strip_tokens="800,801", eos_token=EOS))
-    assert stream.facts()["datasets"][0]["empty_documents"] == 3 * 30
+    assert stream.facts["datasets"][0]["empty_documents"] == 3 * 30
     stripped = [*[5, x, EOS], *[x, 6, EOS], *[7, 8, EOS], *[x, EOS]]
     assert np.concatenate(rows(stream, 11)).tolist() == (stripped * 30)[: 11 * 16]
 
@@ -128,7 +128,7 @@ def test_a_separator_that_the_documents_have_already_is_not_repeated(flags: dict
     with pytest.raises(UserError, match=r"end with id 1, the separator, .*--strip_tokens=1"):
         open_stream(settings(tmp_path / "data", **flags))
     stream = open_stream(settings(tmp_path / "data", strip_tokens="1", **flags))
-    assert stream.facts()["datasets"][0]["tokens"] == sum(map(len, documents))
+    assert stream.facts["datasets"][0]["tokens"] == sum(map(len, documents))
 
 
 def test_a_separator_that_the_documents_contradict_is_asked_for(tmp_path: Path) -> None:
@@ -138,5 +138,5 @@ def test_a_separator_that_the_documents_contradict_is_asked_for(tmp_path: Path) 
     given = (("sep_token", EOS, str(EOS), 1), ("sep_token", 1, "", 2), ("eos_token", 1, "", 2))
     for name, token, strip, separators in given:
         stream = open_stream(settings(tmp_path / "data", **{name: token, "strip_tokens": strip}))
-        assert stream.facts()["datasets"][0]["tokens"] == 20 * 36 + separators * 60
-        assert stream.facts()["notes"] == [f"separator {token} after every document (--{name})"]
+        assert stream.facts["datasets"][0]["tokens"] == 20 * 36 + separators * 60
+        assert stream.facts["notes"] == [f"separator {token} after every document (--{name})"]

@@ -39,13 +39,13 @@ def save_dict(folder: Path) -> Path:
 def tokens_of(folder: Path, split: str = "train", **fields: object) -> set[int]:
     """The ids of one epoch of a split, without the separator."""
     stream = open_stream(settings(folder, seq_length=7, **fields), split=split)
-    tokens = stream.facts()["datasets"][0]["tokens"]
+    tokens = stream.facts["datasets"][0]["tokens"]
     return set(np.concatenate(rows(stream, tokens // 7)).tolist()) - {corpora.SEPARATOR}
 
 
 def test_a_saved_dataset_is_the_files_that_its_state_lists_and_all_of_their_rows(tmp_path: Path) -> None:
     save_dataset(tmp_path / "data", SPLITS["train"])
-    facts = open_stream(settings(tmp_path / "data")).facts()["datasets"]
+    facts = open_stream(settings(tmp_path / "data")).facts["datasets"]
     assert [(dataset["shards"], dataset["documents"]) for dataset in facts] == [(2, 40)]
     path = tmp_path / "data" / "state.json"
     state = json.loads(path.read_text())

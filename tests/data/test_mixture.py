@@ -99,7 +99,7 @@ def test_the_parts_of_a_split_share_no_document_and_lose_none(tmp_path: Path) ->
     parts = []
     for split in ("train", "valid", "test"):
         stream = open_stream(settings(tmp_path / "data", split="80,15,5", seq_length=10), split=split)
-        tokens = stream.facts()["datasets"][0]["tokens"]
+        tokens = stream.facts["datasets"][0]["tokens"]
         parts.append(set(np.concatenate(rows(stream, tokens // 10)).tolist()) - {SEPARATOR})
         assert tokens == len(parts[-1]) // 9 * 10
     assert len(set.union(*parts)) == sum(map(len, parts)) == 1800

@@ -58,9 +58,9 @@ def test_stores_may_be_mixed_in_a_folder_and_file_type_takes_one(tmp_path: Path)
     corpora.write_megatron(folder / "s1", DOCUMENTS[30:60], "uint16")
     corpora.write_lists(folder / "s2", DOCUMENTS[60:])
     (folder / "README.md").write_text("notes")
-    facts = open_stream(settings(folder)).facts()["datasets"][0]
+    facts = open_stream(settings(folder)).facts["datasets"][0]
     assert (facts["shards"], facts["documents"], facts["empty_documents"]) == (3, 96, 12)
-    assert open_stream(settings(folder, file_type="arrow")).facts()["datasets"][0]["documents"] == 36
+    assert open_stream(settings(folder, file_type="arrow")).facts["datasets"][0]["documents"] == 36
 
 
 def test_a_column_of_another_name_is_chosen_by_flag(tmp_path: Path) -> None:
@@ -151,8 +151,8 @@ def test_nested_dataset_names_and_a_bare_folder_of_shards_are_found(tmp_path: Pa
     corpora.corpus(tmp_path / "data", DOCUMENTS, name="lang=en/dataset=x")
     nested = open_stream(settings(tmp_path / "data", datasets="lang=en/dataset=x"))
     bare = open_stream(settings(tmp_path / "data" / "lang=en" / "dataset=x", index_dir=str(tmp_path / "index")))
-    assert nested.facts()["datasets"][0]["tokens"] == bare.facts()["datasets"][0]["tokens"]
-    assert open_stream(settings(tmp_path / "data")).facts()["datasets"][0]["name"] == "lang=en"
+    assert nested.facts["datasets"][0]["tokens"] == bare.facts["datasets"][0]["tokens"]
+    assert open_stream(settings(tmp_path / "data")).facts["datasets"][0]["name"] == "lang=en"
 
 
 def test_a_file_whose_messages_do_not_follow_each_other_is_read_by_its_footer(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_every_token_is_delivered_exactly_once_in_each_epoch_and_empty_documents
         stream = open_stream(config)
         tokens, written = epoch_tokens(stream), sum(map(bool, documents))
         assert tokens == sum(map(len, documents)) + written
-        assert stream.facts()["datasets"][0]["empty_documents"] == len(documents) - written
+        assert stream.facts["datasets"][0]["empty_documents"] == len(documents) - written
         for epochs in (1, 2):
             begun = -(-epochs * tokens // seq_length)  # sequences that begin in these epochs
             counts = Counter(np.concatenate(rows(stream, begun)).tolist())

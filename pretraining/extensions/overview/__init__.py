@@ -20,7 +20,7 @@ def print_run(
     from pretraining.extensions.overview.lines import data_lines, describe_run  # imports torch
 
     if engine.process_index == 0:
-        data = data_lines(streams["train"].facts())
+        data = data_lines(streams["train"].facts)
         print(config.printed(f"{describe_run(config, engine, extensions)}\n{data}"), flush=True)
 
 

@@ -136,7 +136,7 @@ def test_every_document_of_every_form_is_there_once_and_reads_back_exactly(prepa
     data = {"data_path", "valid_data_path", "tokenizer_path", "vocab_size"}
     assert set(flags) == {*data, "val_interval", "val_steps", "drop_last_val"}
     config = configure({**flags, "seq_length": 32, "index_dir": str(tmp_path / "index"), "batch_size": 1})
-    counts = [open_stream(config, split=split).facts()["datasets"][0]["documents"] for split in ("train", "valid")]
+    counts = [open_stream(config, split=split).facts["datasets"][0]["documents"] for split in ("train", "valid")]
     assert sum(counts) == len(prepared.texts) and 0.05 < counts[1] / sum(counts) < 0.2
     assert 2 in np.concatenate(rows(open_stream(config), 20))  # the tokenizer's separator, without a flag
 
@@ -318,8 +318,8 @@ def test_another_tokenizer_than_that_of_the_data_is_refused(
     stream = open_stream(configure({**flags, "tokenizer_path": str(tmp_path / "copy.model")}))
     assert stream.state(0)["mixture"]["train"]["tokenizer_sha256"] == file_hash(out / "tokenizer.model")
     line = "train: its tokenizer has 400 ids, the model's vocabulary 410: the rest is never trained"
-    assert line in stream.facts()["notes"]
-    assert not any("ids" in note for note in open_stream(configure({**flags, "vocab_size": 400})).facts()["notes"])
+    assert line in stream.facts["notes"]
+    assert not any("ids" in note for note in open_stream(configure({**flags, "vocab_size": 400})).facts["notes"])
     with pytest.raises(UserError, match=r"400 ids, but the model's vocabulary is 300: .*--vocab_size=400"):
         open_stream(configure({**flags, "vocab_size": 300}))
 
@@ -352,7 +352,7 @@ def test_the_output_folder_is_recognised_as_training_and_validation_data(prepare
     named = {**flags, "data_path": str(out / "train"), "valid_data_path": str(out / "valid")}
     for split in ("train", "valid"):
         stream = open_stream(configure({**flags, "val_interval": 10, "val_steps": -1}), split=split)
-        assert stream.facts()["notes"] == [
+        assert stream.facts["notes"] == [
             f"{out} is a prepared folder: train from train/, valid from valid/",
             "separator 2 after every document (meta.json)",
         ]
