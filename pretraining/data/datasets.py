@@ -193,7 +193,15 @@ def _check_labels(config: TrainConfig, folder: Location, description: dict[str, 
         raise UserError(f"{folder}: rows of whole examples have no place for --{added[0]}: remove it")
 
 
-def describe_vocabulary(dataset: Dataset, rows: int) -> str:
+def data_notes(source: SplitSource, special: SpecialTokens, datasets: list[Dataset], rows: int) -> list[str]:
+    """Return lines on the data for the start of a run. rows: of the embedding."""
+    lines = [source.note, _describe_separator(special)]
+    for dataset in datasets:
+        lines += [_describe_vocabulary(dataset, rows), _describe_labels(dataset)]
+    return list(filter(None, lines))
+
+
+def _describe_vocabulary(dataset: Dataset, rows: int) -> str:
     """Return a line if the model's vocabulary has ids that the tokenizer of the data does not have; otherwise ""."""
     size = dataset.description.get("vocab_size")
     if not isinstance(size, int) or size >= rows:
@@ -201,7 +209,7 @@ def describe_vocabulary(dataset: Dataset, rows: int) -> str:
     return f"{dataset.name}: its tokenizer has {size:,} ids, the model's vocabulary {rows:,}: the rest is never trained"
 
 
-def describe_labels(dataset: Dataset) -> str:
+def _describe_labels(dataset: Dataset) -> str:
     """Return a line with the share of trained tokens; empty for a dataset without labels."""
     if all(shard.trained is None for shard in dataset.shards):
         return ""
@@ -238,7 +246,7 @@ def special_tokens(config: TrainConfig, datasets: list[Dataset]) -> SpecialToken
     return SpecialTokens(eos, config.bos_token, config.bol_token, config.eol_token, origin)
 
 
-def describe_separator(special: SpecialTokens) -> str:
+def _describe_separator(special: SpecialTokens) -> str:
     """Return a line with the separator and what set it."""
     token = "no separator between documents" if special.eos is None else f"separator {special.eos} after every document"
     return f"{token} ({special.origin})"

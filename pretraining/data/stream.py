@@ -23,10 +23,8 @@ from pretraining.data.datasets import (
     Dataset,
     SpecialTokens,
     SplitSource,
+    data_notes,
     dataset_weights,
-    describe_labels,
-    describe_separator,
-    describe_vocabulary,
     open_datasets,
     special_tokens,
     split_source,
@@ -401,11 +399,10 @@ def open_stream(
     )
     mixture = Mixture(corpora, schedule, special, config=config, state=first_state, files=files, ahead=ahead)
     total, counted = _extent(config, corpora, tokens, rank_slice, split)
-    facts: dict[str, Any] = {"datasets": _facts(config, datasets, corpora, schedule, tokens if split == "train" else 0)}
-    facts["notes"] = [*([source.note] if source.note else []), describe_separator(special)]
-    rows = model_shape(config).vocab_size
-    lines = (line for dataset in datasets for line in (describe_vocabulary(dataset, rows), describe_labels(dataset)))
-    facts["notes"] += filter(None, lines)
+    facts = {
+        "datasets": _facts(config, datasets, corpora, schedule, tokens if split == "train" else 0),
+        "notes": data_notes(source, special, datasets, model_shape(config).vocab_size),
+    }
     return Stream(
         mixture,
         rank_slice,
