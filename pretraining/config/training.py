@@ -502,10 +502,6 @@ class TrainConfig:
         """Return whether a run that saves does so after the update `step`, to ckpt_save_path."""
         return step == self.num_steps or (step > 0 and step % self.checkpoint_interval == 0)
 
-    def validates_at(self, step: int) -> bool:
-        """Return whether a run that validates does so after the update `step`."""
-        return step > 0 and (step == self.num_steps or step % self.val_interval == 0)
-
     def kept_steps(self, steps: Sequence[int]) -> Collection[int]:
         """Return the steps, of those of the committed checkpoints, newest first, whose checkpoints are kept."""
         return steps[: self.keep_last_n_checkpoints or None]

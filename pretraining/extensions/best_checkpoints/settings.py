@@ -13,6 +13,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problem
 from pretraining.extensions.best_checkpoints.ranking import best_steps, validation_values
 from pretraining.extensions.checks import without_effect
+from pretraining.extensions.milestones import validates_at
 
 FIGURES = ("val_loss", "val_bits_per_byte")
 EXPECTED = "val_loss or val_bits_per_byte, or one of them for a dataset, such as val_loss/NAME"
@@ -50,7 +51,7 @@ class BestCheckpointsConfig(TrainConfig):
         if not self.keep_best:
             return kept
         values = self.validation_values()
-        unknown = [step for step in steps if step not in values and self.validates_at(step)]
+        unknown = [step for step in steps if step not in values and validates_at(self, step)]
         return {*kept, *best_steps(steps, values)[: self.keep_best], *unknown}
 
     def validation_values(self) -> dict[int, float]:

@@ -13,6 +13,7 @@ from pretraining.config.extension import Watcher
 from pretraining.data.stream import Stream
 from pretraining.extensions.held_out import HeldOutConfig
 from pretraining.extensions.held_out.figures import HeldOut, evaluation_line, held_out_figures
+from pretraining.extensions.milestones import validates_at
 from pretraining.run.reports import gather_from_data_ranks
 from pretraining.run.training_run import TrainingRun
 
@@ -44,7 +45,7 @@ class Validation(Watcher):
     def after_step(self, step: int) -> None:
         """Validate if `step` is one of val_interval, or the last one."""
         config = self._run.config
-        if "valid" in self._run.streams and config.validates_at(step):
+        if "valid" in self._run.streams and validates_at(config, step):
             self._evaluate(step, "valid", config.val_steps)
 
     def finish(self) -> None:
