@@ -23,23 +23,23 @@ def record(step: int, **changed: Any) -> dict[str, Any]:
 
 
 def test_the_line_says_what_a_person_wants_to_know() -> None:
-    assert progress_line(record(120), 160) == (
+    assert progress_line(record(120), 160, 40) == (
         "step 120/160  75.0%  loss  3.3123  lr 1.20e-04  grad norm   0.810     12,346 tokens/s  MFU 38.2%  ETA 1m20s"
     )
-    assert "MFU n/a" in progress_line(record(1, mfu=None), 10)
-    assert progress_line(record(9, loss_spike=True), 10).endswith("loss spike")
+    assert "MFU n/a" in progress_line(record(1, mfu=None), 10, 9)
+    assert progress_line(record(9, loss_spike=True), 10, 1).endswith("loss spike")
 
 
 @given(st.integers(1, 9999), st.floats(0, 20), st.floats(0, 1e6))
 def test_the_columns_hold_still_and_nothing_moves_the_cursor(step: int, loss: float, speed: float) -> None:
-    line = progress_line(record(step, loss=loss, tokens_per_second=speed), 10_000)
-    assert line.index("lr ") == progress_line(record(1), 10_000).index("lr ")
+    line = progress_line(record(step, loss=loss, tokens_per_second=speed), 10_000, 1)
+    assert line.index("lr ") == progress_line(record(1), 10_000, 1).index("lr ")
     assert line.isprintable()
 
 
 @pytest.mark.parametrize("value", [None, math.nan, math.inf])
 def test_a_loss_that_is_not_finite_reads_nan(value: float | None) -> None:
-    assert "loss     nan" in progress_line(record(1, loss=value), 10)
+    assert "loss     nan" in progress_line(record(1, loss=value), 10, 9)
 
 
 @pytest.mark.parametrize(
