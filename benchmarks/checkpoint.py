@@ -18,7 +18,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -131,7 +131,7 @@ def waiting(root: Path, parameters: int, repeats: int) -> dict[str, float]:
         )
         seconds = []
         for step in range(1, repeats + 2):
-            seconds.append(timed(partial(checkpoints.save, step, state, FACTS)))
+            seconds.append(timed(partial(checkpoints.save, state, replace(FACTS, step=step))))
             checkpoints.wait()
         checkpoints.close()
         shutil.rmtree(root / "checkpoints")

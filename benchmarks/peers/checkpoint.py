@@ -86,7 +86,7 @@ class Ours(Contender):
 
     def _save(self, state: State, is_async: bool) -> Checkpoints:
         self._step += 1
-        self._runs[is_async].save(self._step, state, replace(FACTS, step=self._step))
+        self._runs[is_async].save(state, replace(FACTS, step=self._step))
         return self._runs[is_async]
 
     def save(self, state: State) -> None:

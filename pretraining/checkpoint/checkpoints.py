@@ -111,7 +111,7 @@ class Checkpoints:
         """Return the other place to which a step is saved."""
         return next((place for place in self._places if place.due(step)), None)
 
-    def save(self, step: int, state: LogicalTensors, facts: Facts, *, asked: bool = False) -> None:
+    def save(self, state: LogicalTensors, facts: Facts, *, asked: bool = False) -> None:
         """Save `state`, or start to: with async_checkpointing it may change as soon as this returns.
 
         asked: by a signal or the clock, which save to `folder` after any step. Does nothing if checkpoint_interval is 0
@@ -119,13 +119,14 @@ class Checkpoints:
         SaveFailedError.
         """
         self.wait()
+        step = facts.step
         if not self._config.checkpoint_interval or step == self.newest:
             return
         began, place = time.perf_counter(), None if asked or self._config.saves_at(step) else self._place(step)
         self._saved_to, plan = place, place.plan_save if place else partial(PendingSave, self.folder)
         dtype, workers = DTYPES_ON_DISK[self._config.checkpoint_dtype], self._config.ckpt_io_workers
         try:
-            facts = replace(facts, step=step, base=self._base)
+            facts = replace(facts, base=self._base)
             pending = plan(saved_part(state, self._config), facts, self._peers, dtype=dtype, workers=workers)
             finish = partial(self._finish, pending, began, place)
             if not (self._background and self._background.start(pending, finish)):

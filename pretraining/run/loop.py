@@ -205,7 +205,7 @@ def _save(run: TrainingRun, step: int, asked: bool = False) -> float:
     began = time.perf_counter()
     if run.config.checkpoint_interval:
         with run.account.spending("save"), run.heartbeat("saving"):
-            run.checkpoints.save(step, run.trainee.state(), run.facts(step), asked=asked)
+            run.checkpoints.save(run.trainee.state(), run.facts(step), asked=asked)
     return time.perf_counter() - began
 
 

@@ -90,10 +90,10 @@ def train(config: TrainConfig, report: Callable[[int, float], None]) -> int:
     facts = checkpoints.restore(trainee)  # type: ignore[arg-type]
     start = facts.step if facts else 0
     if checkpoints.due(0) and start == 0:
-        checkpoints.save(0, trainee.state(), facts_of(config, 0))
+        checkpoints.save(trainee.state(), facts_of(config, 0))
     for step in range(start + 1, config.num_steps + 1):
         report(step, train_step(*trainee, config, step))
         if checkpoints.due(step):
-            checkpoints.save(step, trainee.state(), facts_of(config, step))
+            checkpoints.save(trainee.state(), facts_of(config, step))
     checkpoints.close()
     return start + 1

@@ -76,7 +76,7 @@ def test_training_in_the_background_of_a_save_does_not_change_what_is_saved(tmp_
     config = small_config(tmp_path, async_checkpointing=True)
     checkpoints, trainee = Checkpoints(config, tmp_path), open_run(config)
     before = {name: tensor.clone() for name, tensor in trainee.state().items()}
-    checkpoints.save(2, trainee.state(), facts_of(config, 2))
+    checkpoints.save(trainee.state(), facts_of(config, 2))
     train_step(*trainee, config, 3)
     checkpoints.close()
     saved = read_tensors(tmp_path / "checkpoints" / "step_2")
@@ -105,7 +105,7 @@ def test_a_damaged_checkpoint_does_not_count_when_old_ones_are_removed(tmp_path:
     checkpoints, trainee = Checkpoints(config, tmp_path), open_run(config)
     assert checkpoints.restore(trainee)  # type: ignore[arg-type]
     assert train_step(*trainee, config, 3) == whole[2]
-    checkpoints.save(3, trainee.state(), facts_of(config, 3))
+    checkpoints.save(trainee.state(), facts_of(config, 3))
     checkpoints.close()
     assert steps(tmp_path) == [3]  # and not the damaged 4
     assert run(tmp_path, num_steps=4) == whole[3:]
@@ -294,7 +294,7 @@ def test_after_a_failed_save_the_newest_checkpoint_is_the_one_before_it(
     for step, disk_is_full, newest in ((2, False, 2), (4, True, 2), (6, True, 2), (6, False, 6)):
         if disk_is_full:
             monkeypatch.setattr("os.fsync", fill_disk)
-        checkpoints.save(step, trainee.state(), facts_of(config, step))
+        checkpoints.save(trainee.state(), facts_of(config, step))
         checkpoints.wait()
         monkeypatch.undo()
         assert checkpoints.newest == newest and checkpoints.due(6) == (newest != 6)

@@ -152,7 +152,7 @@ def test_a_saved_run_continues_with_the_losses_of_the_uninterrupted_one(tmp_path
             losses.append(trainee.train_step(batch, 3e-3).read()["loss"])
             if step == 4:  # the steps after it run while an asynchronous save is written
                 facts = Facts(step, 0, None, asdict(config), engine.name, engine.mesh._asdict())
-                checkpoints.save(step, trainee.state(), facts)
+                checkpoints.save(trainee.state(), facts)
         checkpoints.close()
         again = engine.place(build_model(config))
         facts_again = Checkpoints(config, tmp_path).restore(again)
