@@ -16,7 +16,7 @@ from pretraining.config.validate import Check
 
 
 class FileFlags(NamedTuple):
-    """Flags merged with the files that they name: for config_from_flags."""
+    """Flags merged with the files that they name."""
 
     values: dict[str, Any]
     origins: dict[str, str]  # field -> "key=value in FILE", where a file gave the value

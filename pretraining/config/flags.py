@@ -1,7 +1,7 @@
 """The command line: words to flags, flags to a TrainConfig, every mistake reported at once.
 
-`run(main)` is the entry point of a script whose `main(**flags)` begins with `config_from_flags(flags, checks)`. Does
-not depend on devices or files and imports nothing heavy, so a mistake costs a fraction of a second.
+`run(main)` is the entry point of a script whose `main(**flags)` reads the flags with `read_values`. Does not depend on
+devices or files and imports nothing heavy, so a mistake costs a fraction of a second.
 
 fire on its own would train on after a typo, read `--run_name=2026_08_01` as a number, `--flag=false` as a true string
 and `--norm_eps` as "no rm_eps", and drop everything after `#`. Here the words are first rewritten as `--name=value`,
@@ -166,25 +166,6 @@ def _meant(name: str, configuration: type[TrainConfig]) -> str:
 # ---- flags to a configuration
 
 
-def config_from_flags(
-    flags: Mapping[str, object],
-    checks: Iterable[Check],
-    configuration: type[TrainConfig] = TrainConfig,
-    origins: Mapping[str, str] | None = None,
-    problems: Sequence[Problem] = (),
-) -> TrainConfig:
-    """Return the configuration of `flags`: raw text or Python values by field name. Raises ConfigError.
-
-    checks: rules across settings. origins: "key=value in FILE" for each field whose value a file gave; problems with
-    the field name it. problems: mistakes in those files, reported with all others.
-    """
-    config, wrong = read_values(flags, checks, configuration)
-    mistakes = [*problems, *(with_origin(problem, origins or {}) for problem in wrong)]
-    if mistakes:
-        raise ConfigError(mistakes)
-    return config
-
-
 def with_origin(problem: Problem, origins: Mapping[str, str]) -> Problem:
     """Return the problem with the key and file that the value of its field came from, if there is one."""
     origin = origins.get(problem.subject.removeprefix("--").partition("=")[0])
@@ -192,13 +173,11 @@ def with_origin(problem: Problem, origins: Mapping[str, str]) -> Problem:
 
 
 def read_values(
-    flags: Mapping[str, object],
-    checks: Iterable[Check] = (),
-    configuration: type[TrainConfig] = TrainConfig,
-    missing_matters: bool = True,
+    flags: Mapping[str, object], checks: Iterable[Check], configuration: type[TrainConfig], missing_matters: bool = True
 ) -> tuple[TrainConfig, list[Problem]]:
     """Read and validate what can be read; a field that cannot has its default. Return the problems too.
 
+    flags: raw text or Python values by field name. checks: rules across settings.
     After an unknown flag, problems about settings that are not set are left out: the unknown flag may be the missing
     one, misspelt.
     """

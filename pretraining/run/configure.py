@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
-from pretraining.config.errors import Problem, UserError
+from pretraining.config.errors import ConfigError, Problem, UserError
 from pretraining.config.extension import Extension, FileFlags, configuration_of
-from pretraining.config.flags import config_from_flags, first_rank, is_script_setting, print_mistake
+from pretraining.config.flags import first_rank, is_script_setting, print_mistake, read_values, with_origin
 from pretraining.config.grammar import without_credentials
 from pretraining.config.script import USER_MISTAKE
 from pretraining.config.training import TrainConfig
@@ -46,7 +46,9 @@ def configure(
     for resolve in (extension.resolve for extension in extensions if extension.resolve):
         more = resolve(inputs.values, configuration, checks, report)
         inputs = FileFlags(more.values, {**inputs.origins, **more.origins}, [*inputs.problems, *more.problems])
-    config = config_from_flags(inputs.values, checks, configuration, inputs.origins, inputs.problems)
+    config, wrong = read_values(inputs.values, checks, configuration)
+    if problems := [*inputs.problems, *(with_origin(problem, inputs.origins) for problem in wrong)]:
+        raise ConfigError(problems)
     if report and config.trains and first_rank():
         print(config.printed("\n".join(describe_settings(config, flags, inputs.origins, origin))), flush=True)
     return config

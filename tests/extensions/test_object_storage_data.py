@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from pretraining.config.errors import ConfigError, UserError
-from pretraining.config.flags import config_from_flags
 from pretraining.data import Prefetcher, open_stream
 from pretraining.data.layouts import FLAGS, RECORDS
 from pretraining.data.prefetch import AHEAD
@@ -24,6 +23,7 @@ from pretraining.extensions.object_storage.objects import ObjectPath
 from pretraining.extensions.object_storage.ranges import RangeCache
 from pretraining.extensions.object_storage.store import OBJECTS
 from pretraining.monitor.progress import heartbeat
+from pretraining.run.configure import configure
 from pretraining.storage import RETRIES, StorageError, location, stamp_of
 from tests.data.corpora import numbered, rows, settings, write_flat, write_lists, write_megatron, write_parquet
 from tests.end_to_end.small import ROOT
@@ -348,7 +348,7 @@ def test_refused_credentials_are_an_error_that_does_not_show_them(
 )
 def test_a_uri_that_cannot_be_used_is_refused_without_its_password(flag: str, value: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
-        config_from_flags({flag: value}, ())
+        configure({flag: value})
     assert "password" not in str(error.value)
 
 

@@ -86,7 +86,7 @@ class ImportResult:
     foreign: ForeignConfig
     keys: list[KeyReport]  # one for each key of the source
     defaults: list[KeyReport]  # what its trainer takes for keys that are absent
-    flags: dict[str, Any]  # for config_from_flags
+    flags: dict[str, Any]  # by field name
     origins: dict[str, str]  # field -> "key=value in FILE"
     problems: list[Problem]  # of the source, all that stop the run
     warnings: list[Problem]  # unsupported keys that --import_strict=False accepts, and what the source would refuse
