@@ -58,8 +58,8 @@ class XlaEngine:
     name, compiles = "xla", True
 
     def __init__(self, config: TrainConfig) -> None:
-        self.attention_choice = config.attention_on(self.kernel_platform())
-        self.attention = str(self.attention_choice)
+        choice = config.attention_on(self.kernel_platform())
+        self.attention = str(choice)
         self.remarks = _choose_for_cpu(config) if self.kernel_platform() == "CPU" else []
         if (cache := config.compile_cache_dir) and cache != os.environ.get("XLA_PERSISTENT_CACHE_PATH"):
             if torch_xla._XLAC._xla_computation_cache_is_initialized():
@@ -75,7 +75,7 @@ class XlaEngine:
         self.mesh = resolve_mesh(config, devices, linked)
         self.layout = xla_layout(config, self.mesh)
         # A kernel is told the positions of its queries; the chunked form takes rows in their order.
-        self.has_chunks = self.attention_choice.kernel is not None and self.mesh.context > 1
+        self.reorders_tokens = choice.kernel is not None and self.mesh.context > 1
         self.config = config = resolve_batch(config, self.mesh.data_ranks)
         # A process feeds the rows of its own devices; where one rank spans several processes, they feed the same rows.
         self.data_size = min(self.process_count, config.division.stages * self.mesh.data_ranks)
@@ -83,8 +83,7 @@ class XlaEngine:
         self.host_devices = xr.addressable_runtime_device_count() if self.device_name == "CPU" else 0
         self.host_processes = 1
         self.xla_mesh = xs.Mesh(np.arange(devices), tuple(self.mesh), self.mesh._fields)
-        open_kernel = self.attention_choice.kernel
-        self.kernel: Kernel = open_kernel(self.mesh, self.xla_mesh) if open_kernel else "chunked"
+        self.kernel: Kernel = choice.kernel(self.mesh, self.xla_mesh) if choice.kernel else "chunked"
         self.precision = precision_of(config)
         rows = config.batch_size * self.mesh.data_ranks * self.micro_batches_per_graph
         self.rows = rows // self.data_size  # of one graph, in this process
@@ -228,7 +227,7 @@ class XlaTrainee:
         """Yield this process's rows on the devices, those of one graph at a time, sharded as TOKENS says."""
         count, length = batch["tokens"].shape
         rows_of_graph = self.engine.rows * self.config.seq_length // length
-        if self.engine.has_chunks:
+        if self.engine.reorders_tokens:
             order = token_order(length, self.engine.mesh.context)
             batch = {name: array[:, order] for name, array in batch.items()}
         for start in range(0, count, rows_of_graph):
@@ -252,7 +251,7 @@ class XlaTrainee:
         if "global_token_index" in batch:
             noise = dropout_noise(self.config.seed, self.step.optimizer.updates, batch["global_token_index"])
         positions = batch.get("positions")
-        if engine.has_chunks and positions is None:
+        if engine.reorders_tokens and positions is None:
             positions = torch.tensor(token_order(batch["tokens"].shape[1], engine.mesh.context), device=engine.device)
         inputs = BatchInputs(positions, batch.get("segments"), noise, engine.precision.activations)
         hidden = self.model.hidden(self._for_lookup(batch["tokens"]), inputs, self.run_blocks)
