@@ -151,9 +151,8 @@ def open_checkpoint(path: Location) -> Checkpoint:
     marker = _read_marker(path / MARKER)
     texts = {name: _read_hashed(path / name, marker[name]) for name in (MANIFEST, FACTS)}
     manifest, facts = _parsed(_manifest, texts, path / MANIFEST), _parsed(_facts, texts, path / FACTS)
-    checkpoint = Checkpoint(path, facts, manifest)
-    refuse_pickles(path, known={MANIFEST, FACTS, MARKER, *checkpoint.manifest.files})
-    return checkpoint
+    refuse_pickles(path, known={MANIFEST, FACTS, MARKER, *manifest.files})
+    return Checkpoint(path, facts, manifest)
 
 
 def _read_marker(path: Location) -> dict[str, Any]:
