@@ -124,9 +124,7 @@ class Stream:
     @property
     def steps(self) -> int | None:
         """Whole batches from step 0 on; None: endless."""
-        if self._total is None:
-            return None
-        return self._batches.steps_before(self._total)
+        return None if self._total is None else self._batches.steps_before(self._total)
 
     def batch(self, step: int) -> Batch:
         """Return this rank's rows of global batch `step`, counted from 0 at the state the stream was opened with.
@@ -441,9 +439,8 @@ def check_data(config: TrainConfig, own: Mapping[str, Rows] = NO_ROWS) -> dict[s
 
 
 def _slice(config: TrainConfig, rank: int, world_size: int) -> RankSlice:
-    global_rows = config.global_batch_size or (
-        config.batch_size * world_size * (config.gradient_accumulation_steps or 1)
-    )
+    micro_batches = config.gradient_accumulation_steps or 1
+    global_rows = config.global_batch_size or config.batch_size * world_size * micro_batches
     if not 0 <= rank < world_size:
         raise UserError(f"rank {rank} of a world of {world_size}: give a rank from 0 to {world_size - 1}")
     if global_rows % world_size:
