@@ -29,7 +29,7 @@ from pretraining.run.reports import Reports, begins_rows, gather_from_processes
 from pretraining.run.training_run import TrainingRun
 
 
-def train_steps(run: TrainingRun, extensions: Sequence[Extension] = ()) -> int:
+def train_steps(run: TrainingRun, extensions: Sequence[Extension]) -> int:
     """Train from run.start_step to config.num_steps, close the engine and return the exit code."""
     batches, reports = Prefetcher(run.stream, run.config.num_workers), Reports(run)
     code = STOPPED_ITSELF
@@ -39,8 +39,10 @@ def train_steps(run: TrainingRun, extensions: Sequence[Extension] = ()) -> int:
             _check_watchers(run)
             if run.start_step >= run.config.num_steps:
                 code = FINISHED
+            elif number := _prepare_first_step(run):
+                code = 128 + number
             else:
-                code = 128 + number if (number := _prepare_first_step(run)) else _run_steps(run, batches, reports)
+                code = _run_steps(run, batches, reports)
             if code == FINISHED:
                 for watcher in run.watchers:
                     watcher.finish()
