@@ -102,8 +102,10 @@ def describe_rate_change(saved: Mapping[str, Any], config: TrainConfig, step: in
 
 def refuse_changes(differing: list[Change], remedies: Mapping[Resume, str], origin: str) -> None:
     """Raise ConfigError if a change has a policy of `remedies`."""
-    refused = [change for change in differing if change.policy in remedies]
-    values = ["an empty value" if change.before == "" else change.before for change in refused]
-    if refused:
-        pairs = zip(refused, values, strict=True)
-        raise ConfigError([Problem(f"--{c.field}={c.now}", f"{origin} {it}; {remedies[c.policy]}") for c, it in pairs])
+    problems = []
+    for change in differing:
+        if change.policy in remedies:
+            before = "an empty value" if change.before == "" else change.before
+            problems.append(Problem(f"--{change.field}={change.now}", f"{origin} {before}; {remedies[change.policy]}"))
+    if problems:
+        raise ConfigError(problems)

@@ -347,6 +347,8 @@ def _linked_devices() -> tuple[int, str]:
     Several slices are joined by the data centre's network; the runtime numbers their devices one slice after another.
     """
     if xr.device_type() != "TPU":
-        return (own := xr.addressable_runtime_device_count()), f"a host has {own} devices"
+        devices = xr.addressable_runtime_device_count()
+        return devices, f"a host has {devices} devices"
     slices = {facts.get("slice_index", 0) for facts in xr.global_runtime_device_attributes()}
-    return (own := xr.global_runtime_device_count() // len(slices)), f"a TPU slice has {own} chips"
+    chips = xr.global_runtime_device_count() // len(slices)
+    return chips, f"a TPU slice has {chips} chips"
