@@ -33,14 +33,14 @@ class AttentionMask(NamedTuple):
     tensor_rank: int = 0  # whose shard of the heads these are
 
 
-def chunked_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None = None) -> Tensor:
+def chunked_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
     """Causal softmax(q k^T / sqrt(E)) v, softmax in fp32: q [B, H, T, E], k and v [B, K, S, E] -> [B, H, T, E].
 
     Where S > T, the queries are those of the last T positions.
     """
     rows, heads, length, width = q.shape
     grouped = q.view(rows, k.shape[1], heads // k.shape[1], length, width)  # [B, K, G, T, E]
-    y: Tensor = _Chunked.apply(grouped, k, v, *(mask or AttentionMask()))
+    y: Tensor = _Chunked.apply(grouped, k, v, *mask)
     return y.view(rows, heads, length, width)
 
 

@@ -59,5 +59,5 @@ def test_the_backward_pass_keeps_nothing_that_grows_with_the_square_of_the_lengt
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        chunked_attention(q, k, v)
+        chunked_attention(q, k, v, AttentionMask())
     assert 0 < max(kept) <= 2 * length * 4
