@@ -12,7 +12,7 @@ from pretraining.checkpoint.restoring import check_starting_point
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
-from pretraining.data.stream import NO_ROWS, Rows, Stream, check_data, open_stream
+from pretraining.data.stream import Rows, Stream, check_data, open_stream
 from pretraining.models.init import VOCABULARIES, on_meta
 from pretraining.monitor.account import Account
 from pretraining.monitor.metrics import FILE_NAME as METRICS_FILE
@@ -22,7 +22,7 @@ from pretraining.parallel.engine import Engine
 CONFIG_FILE = "config.json"
 
 
-def check_inputs(config: TrainConfig, own: Mapping[str, Rows] = NO_ROWS) -> tuple[Facts | None, dict[str, str]]:
+def check_inputs(config: TrainConfig, own: Mapping[str, Rows]) -> tuple[Facts | None, dict[str, str]]:
     """Return the facts of the checkpoint that the run continues from, and the fingerprints of its data, before any
     device is opened.
 
@@ -44,7 +44,7 @@ def parameter_shapes(config: TrainConfig) -> dict[str, tuple[int, ...]]:
 
 
 def open_streams(
-    engine: Engine, checkpoint: Facts | None, own: Mapping[str, Rows] = NO_ROWS
+    engine: Engine, checkpoint: Facts | None, own: Mapping[str, Rows]
 ) -> tuple[TrainConfig, dict[str, Stream]]:
     """Return the final configuration and a stream of every split; that of training follows `checkpoint`.
 
@@ -67,7 +67,7 @@ def stream_after(
     config: TrainConfig,
     engine: Engine,
     stream: Stream,
-    own: Mapping[str, Rows] = NO_ROWS,
+    own: Mapping[str, Rows],
 ) -> Stream:
     """Return the training data that follow the checkpoint `resumed`: `stream`, which follows the `expected` one, or
     another one if the newest checkpoint is damaged or not on every host.

@@ -57,9 +57,9 @@ def test_an_earlier_checkpoint_than_expected_ends_with_the_data_or_is_refused(co
     def checkpoint(step: int, data_step: int) -> Facts:
         return Facts(step=step, tokens_seen=0, data=states.state(data_step), config={}, engine="torch", mesh={})
 
-    final, streams = open_streams(engine, checkpoint(4, 4))
+    final, streams = open_streams(engine, checkpoint(4, 4), {})
     assert (final.num_steps, streams["train"].steps) == (7, 3)
-    expected = (checkpoint(4, 4), final, engine, streams["train"])
+    expected: Any = (checkpoint(4, 4), final, engine, streams["train"], {})
     assert stream_after(checkpoint(4, 4), *expected) is streams["train"]
     assert stream_after(checkpoint(2, 2), *expected).steps == 5
     with pytest.raises(UserError, match="from step 2 on num_epochs=1 allows 3 steps instead of 5"):
