@@ -144,7 +144,7 @@ def test_a_secret_in_a_flag_is_never_printed(name: str, values: list[str], capsy
 
 @pytest.mark.parametrize("name", ["../../x", "a/b", "/tmp/x", "..", ".", "a\nb"])
 def test_the_name_of_a_run_is_one_folder(name: str) -> None:
-    with pytest.raises(ConfigError, match="must be a name without a slash; --log_dir may be any folder"):
+    with pytest.raises(ConfigError, match=r"must be a name without a slash, .*; --log_dir may be any folder"):
         configure({"use_dummy_dataset": True, "run_name": name})
 
 

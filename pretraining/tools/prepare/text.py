@@ -145,7 +145,8 @@ def _refuse_removed(files: Sequence[Input]) -> None:
     for log in (file for file in files if isinstance(file, Path) and file.match("_delta_log/*.json")):
         for action in map(json.loads, log.read_text().splitlines()):
             if "remove" in action and (file := log.parents[1] / unquote(action["remove"]["path"])) in found:
-                raise UserError(f"{file}: its Delta table has removed it: write the table as plain Parquet, or vacuum it")
+                remedy = "write the table as plain Parquet, or vacuum it"
+                raise UserError(f"{file}: its Delta table has removed it: {remedy}")
 
 
 def divide(files: Sequence[Input], endings: Sequence[str], shard_bytes: int = SHARD_BYTES) -> list[TextShard]:
