@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -27,7 +28,7 @@ from pretraining.models.init import on_meta
 from pretraining.optim.optimizer import ParameterState, build_optimizer
 from pretraining.optim.schedule import learning_rate
 from tests.optim.test_optimizer import config
-from tests.optim.test_rules import STEPS, Reference, check, of_torch, ours, written_out
+from tests.optim.test_rules import STEPS, Reference, check, of_torch, ours, parameters_of, train, written_out
 
 
 def lion(w: Tensor, g: Tensor, kept: dict[str, Any], step: int) -> Tensor:
@@ -153,6 +154,20 @@ CASES: dict[str, tuple[Reference, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_five_updates_are_the_source_s(case: str) -> None:
     check(case, *CASES[case])
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_rows_that_pad_the_vocabulary_do_not_count_in_adafactor_s_means(name: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight, *gradients = (torch.randn((61, 8), generator=generator) for _ in range(1 + STEPS))
+    chosen = config(optimizer="adafactor", vocab_size=61, make_vocab_size_divisible_by=80)
+
+    def trained(padding: int) -> Tensor:
+        rows = (0, 0, 0, padding)
+        (parameter,) = parameters_of(chosen, {name: F.pad(weight, rows)})
+        return train([parameter], [[F.pad(gradient, rows)] for gradient in gradients], 0.01)[0]
+
+    torch.testing.assert_close(trained(19), F.pad(trained(0), (0, 0, 0, 19)), rtol=1e-6, atol=1e-7)
 
 
 def test_rprop_reports_its_first_step_and_not_a_schedule_that_it_does_not_read() -> None:

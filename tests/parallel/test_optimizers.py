@@ -28,6 +28,9 @@ BY_OPTIMIZER: dict[str, Fields] = {
     name: {**FSDP, "optimizer": name, "learning_rate": RATES.get(name), "optimizer_args": ARGUMENTS.get(name, "")}
     for name in CONFIGURATION.optimizers()
 }
+# Projections with the shape of the padded embedding, whose means leave the padding out
+PADDED: Fields = {"vocab_size": 300, "make_vocab_size_divisible_by": 512, "intermediate_size": 512}
+BY_OPTIMIZER |= {f"{name}, padded": {**BY_OPTIMIZER[name], **PADDED} for name in BY_OPTIMIZER.keys() & {"adafactor"}}
 BF16: Fields = {**FSDP, "mixed_precision": True}
 BY_PRECISION: dict[str, Fields] = {
     "fp32": FSDP,
@@ -67,8 +70,9 @@ RESUMED: tuple[str, ...] = (
 )
 CASES: dict[str, Fields] = chosen(
     {**BY_OPTIMIZER, **BY_PRECISION, **RANDOM, **BY_NORM, **BY_MUP},
-    # fp32 is AdamW; the first two are an extension's
-    (*BY_OPTIMIZER.keys() & {"adafactor", "muon"}, "fp32", "mixed_bf16", "bf16_sr", "dropout", "1-norm"),
+    # fp32 is AdamW; the first three are an extension's
+    BY_OPTIMIZER.keys() & {"adafactor", "adafactor, padded", "muon"}
+    | {"fp32", "mixed_bf16", "bf16_sr", "dropout", "1-norm"},
 )
 RESUMED = tuple(name for name in RESUMED if name in CASES)
 

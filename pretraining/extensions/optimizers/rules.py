@@ -15,8 +15,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from pretraining.config.variants import model_shape, padded_vocabulary
 from pretraining.extensions.optimizers.settings import OptimizersConfig
 from pretraining.extensions.projections import is_hidden_matrix
+from pretraining.models.init import VOCABULARIES
 from pretraining.optim.precision import precision_of
 from pretraining.optim.rules import (
     Adam,
@@ -31,11 +33,6 @@ from pretraining.optim.rules import (
 def tensor_dims(ndim: int) -> tuple[int, ...]:
     """Return the dimensions of one tensor, counted from the last."""
     return tuple(range(-ndim, 0))
-
-
-def _mean(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Mean over `dims`, with keepdim. Divides last, because shards of an uneven split have different counts."""
-    return x.sum(dims, keepdim=True) / math.prod(x.shape[dim] for dim in dims)
 
 
 @dataclass(frozen=True)
@@ -68,6 +65,7 @@ class Adafactor(UpdateRule):
     clip_threshold: float
     decay_rate: float
     scale_parameter: bool
+    rows: int | None = None  # of a matrix over the vocabulary, without those that pad it; None: all
 
     def moment_specs(self, ndim: int) -> dict[str, MomentSpec]:
         first = {} if self.beta1 is None else {"exp_avg": MomentSpec()}
@@ -79,23 +77,28 @@ class Adafactor(UpdateRule):
             **first,
         }
 
+    def _mean(self, x: Tensor, dims: tuple[int, ...]) -> Tensor:
+        """Mean over `dims`, with keepdim. Padding is 0. Divides last: shards of an uneven split have other counts."""
+        counts = [min(x.shape[dim], self.rows) if self.rows and dim == -2 else x.shape[dim] for dim in dims]
+        return x.sum(dims, keepdim=True) / math.prod(counts)
+
     def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
         dims = tensor_dims(context.ndim)
         keep = 1 - context.step**self.decay_rate
         square = grad.square() + self.eps[0]
         measured = {"exp_avg_sq": square}
         if context.ndim > 1:
-            measured = {"exp_avg_sq_row": _mean(square, (-1,)), "exp_avg_sq_col": _mean(square, (-2,))}
+            measured = {"exp_avg_sq_row": self._mean(square, (-1,)), "exp_avg_sq_col": self._mean(square, (-2,))}
         new = {name: keep * moments[name] + (1 - keep) * mean for name, mean in measured.items()}
         if context.ndim < 2:
             update = grad * new["exp_avg_sq"].rsqrt()
         else:
             row, column = new["exp_avg_sq_row"], new["exp_avg_sq_col"]
-            update = grad * (row / _mean(row, (-2,))).rsqrt() * column.rsqrt()
-        update = update / (_mean(update.square(), dims).sqrt() / self.clip_threshold).clamp(min=1.0)
+            update = grad * (row / self._mean(row, (-2,))).rsqrt() * column.rsqrt()
+        update = update / (self._mean(update.square(), dims).sqrt() / self.clip_threshold).clamp(min=1.0)
         rate = context.rate
         if self.scale_parameter:
-            rate = rate * _mean(weight.square(), dims).sqrt().clamp(min=self.eps[1])
+            rate = rate * self._mean(weight.square(), dims).sqrt().clamp(min=self.eps[1])
         update = update * rate
         if self.beta1 is not None:
             update = new["exp_avg"] = self.beta1 * moments["exp_avg"] + (1 - self.beta1) * update
@@ -373,7 +376,6 @@ def _adafactor(*, relative_step: bool, warmup_init: bool, min_step: float, **arg
 
 UPDATE_RULES: dict[str, Callable[..., UpdateRule]] = {
     "sgd": SGD,
-    "adafactor": _adafactor,
     "lion": Lion,
     "adamw_fp32": AdamWFp32,
     "adamax": Adamax,
@@ -394,6 +396,10 @@ def rule_of(config: OptimizersConfig, name: str) -> UpdateRule | None:
         return _muon(chosen.arguments, name, precision_of(config).compute)
     if config.optimizer == "rprop":
         return Rprop(**chosen.arguments, first_step=chosen.learning_rate)
+    if config.optimizer == "adafactor":
+        rows, is_padded = model_shape(config).vocab_size, name.removesuffix(".weight").endswith(VOCABULARIES)
+        is_padded = is_padded and padded_vocabulary(config) > rows  # not the rows of a model of one's own
+        return _adafactor(**chosen.arguments, rows=rows if is_padded else None)
     build = UPDATE_RULES.get(config.optimizer)
     return build(**chosen.arguments) if build else None
 

@@ -65,7 +65,7 @@ class TorchStep(OptimizerStep):
     def _kind(self, parameter: ParameterState) -> tuple[Any, ...]:
         """Return what parameters that are updated together have in common; the same in every process."""
         shape, spec = self.shards.shapes[parameter.name], self.shards.layout.parameter(parameter.name)
-        return type(parameter.rule).__name__, parameter.decay, parameter.rate_scale, shape, str(spec)
+        return str(parameter.rule), parameter.decay, parameter.rate_scale, shape, str(spec)
 
     def add_loss(self, loss: Tensor, count: Tensor) -> None:
         """Add the summed loss of a micro-batch, or of several, and the number of its trained tokens."""
