@@ -47,6 +47,7 @@ Activation = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tan
 ShardingStrategy = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
 InitMethod = Literal["normal", "scaled_normal", "small_init", "wang_init", "xavier_normal", "xavier_uniform"]
 
+LLAMA3 = Needs("rope_scaling_type", "llama3")
 BLOCKS = Grammar(parse_selective, "k for every k-th block (1, 2, 3, ...), or a share of the blocks (1/3, 0.5)")
 MODULES = Grammar(parse_modules, f"some of {', '.join(RECOMPUTABLE)}, comma-separated")
 NAME = Grammar(parse_name, "a name without a slash, of at most 255 bytes; --log_dir may be any folder")
@@ -129,13 +130,13 @@ class TrainConfig:
     rope_scaling_type: Annotated[Literal["none", "linear", "llama3"], Resume.FUNCTION] = "none"
     """"none", "linear" (positions are divided by rope_scaling_factor) or "llama3" (Llama 3.1's scaling per
     frequency)."""
-    rope_scaling_factor: Annotated[float, AtLeast(1), Resume.FUNCTION] = 8.0
-    """Factor of the rope scaling. Ignored for "none"."""
-    rope_low_freq_factor: Annotated[float, Above(0), Resume.FUNCTION] = 1.0
+    rope_scaling_factor: Annotated[float, AtLeast(1), Needs("rope_scaling_type"), Resume.FUNCTION] = 8.0
+    """Factor of the rope scaling."""
+    rope_low_freq_factor: Annotated[float, Above(0), LLAMA3, Resume.FUNCTION] = 1.0
     """llama3 scaling: wavelengths above rope_original_max_position / this are divided by the full factor."""
-    rope_high_freq_factor: Annotated[float, Above(0), Resume.FUNCTION] = 4.0
+    rope_high_freq_factor: Annotated[float, Above(0), LLAMA3, Resume.FUNCTION] = 4.0
     """llama3 scaling: wavelengths below rope_original_max_position / this are not scaled."""
-    rope_original_max_position: Annotated[int, AtLeast(1, below=2**28), Resume.FUNCTION] = 8192
+    rope_original_max_position: Annotated[int, AtLeast(1, below=2**28), LLAMA3, Resume.FUNCTION] = 8192
     """llama3 scaling: context length of the original model in tokens."""
     sliding_window: Annotated[int | None, AtLeast(1, below=2**28), Resume.FUNCTION] = None
     """Tokens that a token attends to, itself included. None: all previous tokens."""

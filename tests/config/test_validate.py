@@ -229,13 +229,19 @@ def test_a_configuration_does_not_change() -> None:
 def test_a_setting_without_the_one_that_it_needs_is_refused(setting: Setting) -> None:
     assert setting.needs
     texts = ("mlp", "3", "4,4,9", "val_loss/a")
-    values: tuple[Any, ...] = {bool: (not setting.default,), int: (3,), float: (0.25,), str: texts}[setting.kind]
+    values: tuple[Any, ...] = {bool: (not setting.default,), int: (3,), float: (0.25, 1.5), str: texts}[setting.kind]
     value = next((each for each in values if not setting.fault(each)), None)
     if isinstance(setting.constraint, OneOf):
         value = next(choice for choice in setting.constraint.choices if choice not in ("", setting.default))
     others = {"sharding_strategy": "fsdp", "use_dummy_dataset": True}
     problems = read_values({**others, setting.name: value}, CHECKS, CONFIGURATION)[1]
     assert any(problem.remedy.startswith(f"needs --{setting.needs.name}") for problem in problems)
+
+
+def test_settings_of_a_rope_scaling_that_is_not_chosen_are_refused() -> None:
+    given = {"use_dummy_dataset": True, "rope_scaling_factor": 4.0, "rope_low_freq_factor": 2.0}
+    problems = read_values(given, CHECKS, CONFIGURATION)[1]
+    assert {problem.subject for problem in problems} == {"--rope_scaling_factor=4.0", "--rope_low_freq_factor=2.0"}
 
 
 # ---- selective_checkpointing

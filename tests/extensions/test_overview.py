@@ -86,16 +86,10 @@ def test_settings_without_effect_are_named() -> None:
     mixed = CONFIGURATION(datasets="a,b", split="9,1", shuffle="none", use_dummy_dataset=True)
     names = [line.split(":")[0] for line in settings_without_effect(mixed, EXTENSIONS)]
     assert names == ["datasets", "split", "shuffle"]
-    rope = {"rope_theta": 5e5, "rope_scaling_factor": 4.0, "rope_low_freq_factor": 2.0}
-    for other, idle in (
-        ({"position_embedding_type": "none"}, {*rope}),
-        ({"rope_scaling_type": "none"}, {"rope_scaling_factor", "rope_low_freq_factor"}),
-        ({"rope_scaling_type": "linear"}, {"rope_low_freq_factor"}),
-        ({"rope_scaling_type": "llama3"}, set()),
-    ):
-        ((name, value),) = other.items()
-        lines = settings_without_effect(CONFIGURATION(**rope, **other), EXTENSIONS)
-        assert {*lines} == {f"{setting}: no effect with {name}={value}" for setting in idle}
+    rope: dict[str, Any] = {"rope_theta": 5e5, "rope_scaling_type": "linear"}
+    assert settings_without_effect(CONFIGURATION(**rope), EXTENSIONS) == []
+    unread = settings_without_effect(CONFIGURATION(**rope, position_embedding_type="none"), EXTENSIONS)
+    assert unread == [f"{name}: no effect with position_embedding_type=none" for name in rope]
     used = CONFIGURATION(val_steps=5, val_interval=9, num_epochs=2)
     assert settings_without_effect(used, EXTENSIONS) == []
 

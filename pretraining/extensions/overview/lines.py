@@ -48,8 +48,6 @@ DATA_SETTINGS = (
     "valid_weights",
     "test_data_path",
 )
-# Settings of the scaling of rotary frequencies; only llama3's reads more than the first.
-ROPE_SCALING = ("rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position")
 
 
 def describe_run(config: TrainConfig, engine: Engine, extensions: Sequence[Extension]) -> str:
@@ -76,10 +74,7 @@ def settings_without_effect(config: TrainConfig, extensions: Sequence[Extension]
         reasons |= dict.fromkeys(DATA_SETTINGS, "with use_dummy_dataset")
     if config.position_embedding_type != "rope":
         positions = f"with position_embedding_type={config.position_embedding_type}"
-        reasons |= dict.fromkeys(("rope_theta", *ROPE_SCALING), positions)
-    elif config.rope_scaling_type != "llama3":
-        idle = ROPE_SCALING[1:] if config.rope_scaling_type == "linear" else ROPE_SCALING
-        reasons |= dict.fromkeys(idle, f"with rope_scaling_type={config.rope_scaling_type}")
+        reasons |= dict.fromkeys(("rope_theta", "rope_scaling_type"), positions)
     changed = (name for name in reasons if getattr(config, name) != settings_of(type(config))[name].default)
     return [f"{name}: no effect {reasons[name]}" for name in changed]
 
