@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from main_training import CONFIGURATION
+from pretraining import train
+from pretraining.config.errors import UserError
 from pretraining.data import open_stream
+from pretraining.data.stream import check_data
 from pretraining.extensions.held_out.figures import evaluation_line
+from pretraining.extensions.held_out.shared import check_shared_shards
 from pretraining.extensions.held_out.watch import unread_datasets
-from tests.data.corpora import corpus, numbered, settings
+from pretraining.storage import location
+from tests.data.corpora import corpus, numbered, settings, write_lists
+from tests.end_to_end.small import MODEL
+from tests.object_storage import FaultProxy, upload
 
 
 @given(st.integers(1, 10**7), st.data())
@@ -38,3 +48,53 @@ def test_a_dataset_of_which_a_validation_reads_nothing_is_named(tmp_path: Path) 
     assert re.fullmatch(r"note: val_loss leaves out notes, .*; give it more tokens.*", note)
     stream = open_stream(settings(tmp_path / "data", **fields, valid_datasets="web"), split="valid")
     assert unread_datasets(stream, "val", 1) == ""
+
+
+def refusal(train_data: object, **fields: object) -> str:
+    """What a start says of held-out data that are trained on; "" if nothing is."""
+    usual = {"val_interval": 1, "val_steps": 1, "vocab_size": 1 << 20, "global_batch_size": 1, "seq_length": 16}
+    config = CONFIGURATION(data_path=str(train_data), **usual, **fields)
+    try:
+        check_shared_shards(config, check_data(config))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_a_shard_is_not_trained_on_and_held_out_under_any_name_and_in_any_store(
+    tmp_path: Path, proxy: FaultProxy
+) -> None:
+    index = {"index_dir": str(tmp_path / "index")}
+    a, b = (corpus(tmp_path / "data", numbered([40] * 9, first), name=name) for name, first in (("a", 2), ("b", 5000)))
+    held = tmp_path / "held"
+    held.mkdir()
+    assert not refusal(a, valid_data_path=str(b), **index)
+    assert not refusal(a, valid_data_path=str(a), **index)  # one folder for both
+    assert not refusal(tmp_path / "data", split="8,1,1", test_steps=1, **index)
+    says = rf"valid data {held}/x.arrow: has the content of {a}/s0.arrow, which is training data; leave it out"
+    (held / "x.arrow").symlink_to(a / "s0.arrow")
+    assert re.match(says, refusal(a, valid_data_path=str(held), **index))
+    (held / "x.arrow").unlink()
+    shutil.copy(a / "s0.arrow", held / "x.arrow")
+    assert re.match(says, refusal(a, valid_data_path=str(held), **index))
+    inside = refusal(tmp_path / "data", valid_data_path=str(b), **index)
+    assert f"valid data {b}/s0.arrow: has the content of {b}/s0.arrow" in inside
+    assert "test data" in refusal(a, valid_data_path=str(b), test_data_path=str(held), test_steps=1, **index)
+    stored = upload(held, "held", proxy.server)
+    assert f"valid data {location(stored) / 'x.arrow'}" in refusal(a, valid_data_path=stored, **index)
+    assert f"has the content of {location(stored)}" in refusal(stored, valid_data_path=str(a), **index)
+
+
+@pytest.mark.slow
+def test_a_run_does_not_continue_when_its_held_out_shard_was_moved_into_the_training_data(tmp_path: Path) -> None:
+    for name, first in (("train/s0", 2), ("valid/s0", 30)):
+        write_lists(tmp_path / "data" / name, [list(range(first, first + 20))] * 60)
+    flags = {**MODEL, "data_path": tmp_path / "data" / "train", "valid_data_path": tmp_path / "data" / "valid"}
+    flags |= {"index_dir": tmp_path / "index", "log_dir": tmp_path / "run", "sep_token": -1}
+    flags |= {"engine": "torch", "device": "cpu", "mixed_precision": False, "global_batch_size": 2, "batch_size": 1}
+    flags |= {"val_interval": 1, "val_steps": 1, "num_steps": 1, "checkpoint_interval": 1, "accept_data_changes": True}
+    train(flags)
+    shutil.copy(tmp_path / "data/valid/s0.arrow", tmp_path / "data/train/s1.arrow")
+    with pytest.raises(UserError, match=r"valid data .*valid/s0.arrow: has the content of .*train/s1.arrow"):
+        train({**flags, "num_steps": 2})

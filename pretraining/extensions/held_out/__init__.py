@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -24,6 +25,14 @@ class HeldOutConfig(TrainConfig):
         return ["valid"] * bool(self.val_interval) + ["test"] * bool(self.test_steps)
 
 
+def compare_splits(config: TrainConfig, fingerprints: Mapping[str, str]) -> None:
+    """Raise UserError if held-out data are trained on; see check_shared_shards."""
+    if config.held_out_splits():
+        from pretraining.extensions.held_out.shared import check_shared_shards  # imports numpy
+
+        check_shared_shards(config, fingerprints)
+
+
 def watch(run: Any) -> Watcher | None:
     """Return what evaluates the splits of a TrainingRun besides "train"; None if there are none."""
     from pretraining.extensions.held_out.watch import Validation  # imports torch
@@ -38,5 +47,6 @@ EXTENSION = Extension(
         "val_interval": ("valid_data_path", "valid_datasets", "valid_weights", "val_steps"),
         "test_steps": ("test_data_path",),
     },
+    agree=compare_splits,
     watch=watch,
 )
