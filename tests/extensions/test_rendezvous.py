@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import time
@@ -15,10 +16,13 @@ import pytest
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.extensions.rendezvous.meeting import Member, Verdict, compare, compared_settings, judge, open_store
+from pretraining.extensions.schedulers import describe_job
 from pretraining.parallel.processes import NoPeersError, Processes
 from tests.data.corpora import write_flat
+from tests.end_to_end.small import MODEL
 from tests.parallel.launch import ROOT, environment
 from tests.ports import free_port
+from tests.processes import call, words
 from tests.selection import needs_xla
 from tests.waiting import PATIENCE
 from tests.warm import python
@@ -231,3 +235,42 @@ def test_verdicts_name_all_processes_and_print_a_mistake_once_per_host() -> None
     assert verdicts[2].text == "processes 2, 3 of 5 on b: no such file"
     many = {rank: Member("a", {"--seed": str(rank)}) for rank in range(1000)}
     assert len(judge(many, 1000)[0].text.splitlines()) == 1 + 8 + 1 + 1
+
+
+# ---- Schedulers that start several processes without the variables of torchrun
+
+
+JOBS = {
+    "SLURM_STEP_NUM_TASKS": "2",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "PMI_SIZE": "2",
+    "PET_NNODES": "1:2",  # elastic
+    "SM_HOSTS": '["algo-1", "algo-2"]',
+    "CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a:2222"], "workerpool1": ["b:2222"]}, "task": {"index": 0}}',
+    "TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"]}}',
+}
+ALONE = {
+    "SLURM_STEP_NUM_TASKS": "1",
+    "PET_NNODES": "",
+    "SM_HOSTS": '["algo-1"]',
+    "CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a:2222"]}}',
+    "TF_CONFIG": "{}",
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_processes_of_a_job_are_counted_in_the_variables_of_its_scheduler(name: str) -> None:
+    assert re.match(rf"{name}=.*: \S.* has started 2 processes", describe_job({name: JOBS[name]}))
+    assert not describe_job({name: JOBS[name], "NNODES": "1"}) and not describe_job({name: "["})
+    assert not describe_job(ALONE)
+
+
+@pytest.mark.slow
+def test_processes_that_a_scheduler_has_started_do_not_train_a_run_each(tmp_path: Path) -> None:
+    flags = {**MODEL, "use_dummy_dataset": True, "num_steps": 1, "global_batch_size": 2, "batch_size": 1}
+    flags |= {"engine": "torch", "device": "cpu", "mixed_precision": False, "log_dir": tmp_path / "run"}
+    command = [*python(), "main_training.py", *words(flags)]
+    for nodes, code in (("", 2), ("1", 0)):
+        variables = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "NNODES": nodes}
+        ended = call(command, code=code, env=environment(**variables))
+        assert ended.stderr.count("\n") == bool(code) and (tmp_path / "run").exists() != bool(code), ended.stderr

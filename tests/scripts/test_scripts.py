@@ -280,6 +280,11 @@ def test_processes_of_two_hosts_are_counted_on(installed: Path) -> None:
         ({"NNODES": "2", "NODE_RANK": "1"}, "NNODES=2, but MASTER_ADDR is not set"),
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "first"}, "NODE_RANK=2 is not below NNODES=2"),
         ({"NNODES": "two"}, "NNODES=two is not a whole number"),
+        (
+            {"NPROC": "2", "WORLD_SIZE": "2", "RANK": "1"},
+            "WORLD_SIZE=2: a scheduler has started 2 processes of this job",
+        ),
+        ({"NPROC": "2", "SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS=2: srun has started 2 processes"),
         ({"NPROC": "-1"}, "NPROC=-1 is not a whole number"),
         ({"MAX_RESTARTS": "08"}, "MAX_RESTARTS=08 is not a whole number"),
     ],

@@ -28,6 +28,7 @@ from pretraining.config.flags import print_mistake
 from pretraining.config.grammar import without_credentials
 from pretraining.config.script import TRY_AGAIN, USER_MISTAKE
 from pretraining.config.training import TrainConfig
+from pretraining.extensions.schedulers import describe_job
 from pretraining.parallel.processes import (
     START,
     NoPeersError,
@@ -44,6 +45,10 @@ SIGN_OF_LIFE = 4.0  # s between lines about what is waited for
 LISTED = 8  # processes of one message
 XLA_PORT = 12354  # torch-xla opens a store of its own at MASTER_PORT, or 12355
 PACKAGES = ("torch", "torch_xla", "numpy")
+APART = (
+    "Start scripts/train.sh once on each host, with NNODES, NODE_RANK and MASTER_ADDR (docs/clusters.md), or torchrun. "
+    "NNODES=1: each is meant to be a run of its own"
+)
 REMEDY = "Start all processes with the same command, code and data."
 
 _STORES: dict[tuple[str, int], Any] = {}  # process 0 has its store open until it ends: the process group uses it, too
@@ -78,7 +83,8 @@ class Verdict(NamedTuple):
 def compare(config: TrainConfig, data: Mapping[str, str]) -> None:
     """Raise PeersError or NoPeersError unless all processes have the same settings, code and data and no mistake.
 
-    data: fingerprints by name. Waits for the others for collective_timeout seconds.
+    data: fingerprints by name. Waits for the others for collective_timeout seconds. Raises ProcessError where a
+    scheduler has started several processes, each of which would be a run of its own.
     """
     from pretraining.parallel.select import choose_engine
 
@@ -87,6 +93,8 @@ def compare(config: TrainConfig, data: Mapping[str, str]) -> None:
         _check_own_name(processes)
         member = Member(socket.gethostname(), compared_settings(config) | code_facts() | dict(data))
         _Meeting(processes, config.collective_timeout).hold(member)
+    elif not read_processes().is_launched and (job := describe_job()):
+        raise ProcessError(f"{job}, and each would train alone, because RANK is not set. {APART}")
 
 
 def report_mistake(error: UserError) -> None:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from pretraining.config.errors import UserError
+from pretraining.extensions.schedulers import COUNTS, describe_job
 
 PATIENCE = 30.0  # s after which the processes that are left are killed; see interrupt.RENDEZVOUS
 NUMBERS = ("NPROC", "NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_PORT", "MAX_RESTARTS")
@@ -43,7 +44,15 @@ def check_variables(words: Sequence[str], uses_torch_tpu: bool) -> None:
         if text and not re.fullmatch("0|[1-9][0-9]{0,5}", text):
             raise UserError(f"{name}={text} is not a whole number")
     hosts = number("NNODES", 1)
-    if hosts <= 1 or uses_torch_tpu or uses_one_process(words):
+    if uses_torch_tpu or uses_one_process(words):
+        return
+    counts = {**COUNTS, "WORLD_SIZE": "a scheduler"}  # PyTorchJob's is that of its pods
+    if job := describe_job(counts=counts):
+        raise UserError(
+            f"{job}, and each would train alone, because NNODES is not set: each host needs NNODES, NODE_RANK and "
+            "MASTER_ADDR, the name or address of host 0; NNODES=1 means that each is a run of its own"
+        )
+    if hosts <= 1:
         return
     for name in ("NODE_RANK", "MASTER_ADDR"):
         if not os.environ.get(name):
