@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import pytest
 
 from pretraining.checkpoint.checkpoints import SaveFailedError
 from pretraining.checkpoint.folder import find_checkpoints
+from pretraining.checkpoint.manifest import open_checkpoint, write_commit
 from pretraining.checkpoint.restoring import check_starting_point
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
@@ -170,6 +172,14 @@ def test_hosts_continue_from_their_own_folders_or_without_one_of_them_from_the_s
     assert [line for line in first if line[0].isdigit()] == [whole[step] for step in range(1, 7)]
     (_, first), _ = run_together("-c", HOSTS, tmp_path, "7")
     assert f"continuing from {tmp_path}/host0/step_6" in "\n".join(first) and whole[7] in first
+    saved = open_checkpoint(tmp_path / "host1" / "step_7")  # as saved after another start, when it was another host
+    for name in ("facts.json", "manifest.json", "COMMITTED"):
+        (saved.path / name).unlink()
+    other = {**saved.facts.config, "learning_rate": 1.0}
+    write_commit(saved.path, saved.manifest, dataclasses.replace(saved.facts, config=other))
+    (_, first), _ = run_together("-c", HOSTS, tmp_path, "7")
+    assert "step_7 is not the same on every host, so it is not used" in "\n".join(first)
+    assert [line for line in first if line[0].isdigit()] == [whole[step] for step in range(5, 8)]
     for file in (tmp_path / "host1" / "step_7").iterdir():  # another host is in the place of the second one
         file.unlink()
     (_, first), (code, _) = run_together("-c", HOSTS, tmp_path, "8")

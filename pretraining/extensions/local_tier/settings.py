@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pretraining.config.declaration import PER_HOST, AtLeast, Needs, Resume
+from pretraining.config.declaration import PER_HOST, AtLeast, Needs, Resume, settings_of
 from pretraining.config.errors import Problem, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.extensions.checks import without_effect
@@ -37,7 +37,8 @@ class LocalTierConfig(TrainConfig):
             return super().checkpoint_places()
         from pretraining.extensions.local_tier.tier import LocalTier
 
-        return [*super().checkpoint_places(), LocalTier(Path(self.ckpt_local_path), self.ckpt_local_interval)]
+        per_host = {name for name, setting in settings_of(type(self)).items() if PER_HOST in setting.traits}
+        return [*super().checkpoint_places(), LocalTier(Path(self.ckpt_local_path), self.ckpt_local_interval, per_host)]
 
 
 def check_local_path(config: LocalTierConfig) -> Iterator[Problem]:

@@ -1,18 +1,23 @@
 """Checkpoints in a folder of every host's own: fast, lost with the host, and only the newest is kept.
 
 They are written and committed as all others are. With several hosts each has what its own processes hold, so a step can
-be continued only where every host still has it; otherwise the run continues from ckpt_save_path.
+be continued only where every host still has it, after the same settings; otherwise the run continues from
+ckpt_save_path.
 """
 
 from __future__ import annotations
 
+import json
 import socket
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pretraining.checkpoint.files import writing_to
+from pretraining.checkpoint.files import UnreadableError, writing_to
 from pretraining.checkpoint.folder import find_checkpoints, keep_steps, step_of, sweep
-from pretraining.checkpoint.manifest import Checkpoint, Facts
+from pretraining.checkpoint.manifest import Checkpoint, Facts, open_checkpoint
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.store import LogicalTensors, PendingSave
 from pretraining.extensions.local_tier.saving import HostSave, check_host_has_all, host_of, lead_hosts
@@ -22,8 +27,9 @@ from pretraining.storage import DISK, FolderLock, Location
 class LocalTier:
     """The folder of this host; see pretraining.checkpoint.folder.Place for the methods."""
 
-    def __init__(self, folder: Path, interval: int) -> None:
-        self.folder, self._interval = folder, interval
+    def __init__(self, folder: Path, interval: int, per_host: Collection[str]) -> None:
+        """per_host: settings that hosts may have differently."""
+        self.folder, self._interval, self._per_host = folder, interval, per_host
         self._lock: FolderLock | None = None
         self._save: type[PendingSave] = PendingSave  # with several hosts HostSave
 
@@ -47,11 +53,19 @@ class LocalTier:
 
     def common(self) -> list[Location]:
         """Return the checkpoints that every host has, newest first; print which one only some have."""
-        steps = self._peers.agree(lambda: (socket.gethostname(), set(map(step_of, self.committed()))))
+        steps = self._peers.agree(lambda: (socket.gethostname(), dict(map(self._step, self.committed()))))
         common, lost = self._peers.lead(lambda: _common(steps))
         if lost:
             self._peers.say(f"{self.folder}: {lost}")
         return [self.folder / f"step_{step}" for step in common]
+
+    def _step(self, path: Location) -> tuple[int, str]:
+        """Return the step of a checkpoint, and what all hosts that saved it together say of it; "" if damaged."""
+        with suppress(UnreadableError):
+            facts = asdict(open_checkpoint(path).facts)
+            facts["config"] = {name: value for name, value in facts["config"].items() if name not in self._per_host}
+            return step_of(path), json.dumps(facts, sort_keys=True)
+        return step_of(path), ""
 
     def committed(self) -> list[Location]:
         return find_checkpoints(self.folder).committed
@@ -80,13 +94,13 @@ class LocalTier:
             self._lock = None
 
 
-def _common(steps: list[tuple[str, set[int]]]) -> tuple[list[int], str]:
-    """Return the steps that every host has, newest first, and a sentence if only some have the newest.
+def _common(steps: list[tuple[str, dict[int, str]]]) -> tuple[list[int], str]:
+    """Return the steps that every host has, newest first, and a sentence if the newest is not one of them.
 
-    steps: (host, its steps) of every process.
+    steps: (host, its steps and what it says of them) of every process.
     """
-    common = set.intersection(*(there for _, there in steps))
+    common = {step for step, _ in set.intersection(*(set(there.items()) for _, there in steps))}
     newest = max((step for _, there in steps for step in there), default=-1)
     without = sorted({host for host, there in steps if newest not in there})
-    lost = "" if newest in {-1, *common} else f"{', '.join(without)} has no step_{newest}, so it is not used"
-    return sorted(common, reverse=True), lost
+    lost = f"{', '.join(without)} has no step_{newest}" if without else f"step_{newest} is not the same on every host"
+    return sorted(common, reverse=True), "" if newest in {-1, *common} else f"{lost}, so it is not used"
