@@ -84,6 +84,10 @@ def test_a_shard_is_not_trained_on_and_held_out_under_any_name_and_in_any_store(
     stored = upload(held, "held", proxy.server)
     assert f"valid data {location(stored) / 'x.arrow'}" in refusal(a, valid_data_path=stored, **index)
     assert f"has the content of {location(stored)}" in refusal(stored, valid_data_path=str(a), **index)
+    for folder, token in ((a, 3), (b, 4)):
+        write_lists(folder / "q", [[token] * 9])
+        write_lists(folder / "r", [])  # between two others
+    assert not refusal(a, valid_data_path=str(b), **index)
 
 
 @pytest.mark.slow

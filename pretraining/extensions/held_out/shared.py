@@ -35,11 +35,15 @@ def check_shared_shards(config: TrainConfig, fingerprints: Mapping[str, str]) ->
 
 
 def _shards(config: TrainConfig, split: str) -> Iterator[tuple[str, ShardIndex]]:
-    """Yield the shards of which the split has documents, and their names in the folder of the split."""
+    """Yield the shards of which the split has tokens, and their names in the folder of the split.
+
+    Empty ones, which Spark writes for empty partitions, all have the same content.
+    """
     root = str(split_source(config, split).folder)
     for dataset in open_datasets(config, split):
         first = 0
         for shard in dataset.shards:
-            if first < dataset.documents.stop and first + shard.documents > dataset.documents.start:
+            is_read = first < dataset.documents.stop and first + shard.documents > dataset.documents.start
+            if is_read and shard.token_count:
                 yield str(PurePath(shard.path).relative_to(root)), shard
             first += shard.documents
