@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from main_training import CONFIGURATION
+from main_training import CONFIGURATION, configure
 from pretraining import train
-from pretraining.config.errors import UserError
+from pretraining.config.errors import ConfigError, UserError
 from pretraining.data import open_stream
 from pretraining.data.stream import check_data
 from pretraining.extensions.held_out.figures import evaluation_line
-from pretraining.extensions.held_out.shared import check_shared_shards
 from pretraining.extensions.held_out.watch import unread_datasets
+from pretraining.extensions.shared_shards import check_shared_shards
 from pretraining.storage import location
 from tests.data.corpora import corpus, numbered, settings, write_lists
 from tests.end_to_end.small import MODEL
@@ -78,6 +78,9 @@ def test_a_shard_is_not_trained_on_and_held_out_under_any_name_and_in_any_store(
     (held / "x.arrow").unlink()
     shutil.copy(a / "s0.arrow", held / "x.arrow")
     assert re.match(says, refusal(a, valid_data_path=str(held), **index))
+    flags = {"model_variant": "tiny", "seq_length": 16, "val_interval": 1, "check": True, **index}
+    with pytest.raises(ConfigError, match=r"has the content of .*, which is training data"):
+        configure({**flags, "vocab_size": 1 << 20, "data_path": str(a), "valid_data_path": str(held)})
     inside = refusal(tmp_path / "data", valid_data_path=str(b), **index)
     assert f"valid data {b}/s0.arrow: has the content of {b}/s0.arrow" in inside
     assert "test data" in refusal(a, valid_data_path=str(b), test_data_path=str(held), test_steps=1, **index)

@@ -28,7 +28,7 @@ class HeldOutConfig(TrainConfig):
 def compare_splits(config: TrainConfig, fingerprints: Mapping[str, str]) -> None:
     """Raise UserError if held-out data are trained on; see check_shared_shards."""
     if config.held_out_splits():
-        from pretraining.extensions.held_out.shared import check_shared_shards  # imports numpy
+        from pretraining.extensions.shared_shards import check_shared_shards  # imports numpy
 
         check_shared_shards(config, fingerprints)
 

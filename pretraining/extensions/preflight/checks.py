@@ -112,8 +112,9 @@ def check_content(config: PreflightConfig) -> None:
     except UserError:
         return  # reported already
     from pretraining.data.stream import check_data
+    from pretraining.extensions.shared_shards import check_shared_shards
 
-    check_data(config)
+    check_shared_shards(config, check_data(config))
 
 
 def check_storage(config: PreflightConfig) -> None:
