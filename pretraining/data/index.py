@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from glob import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,12 +99,18 @@ def open_indexes(files: Sequence[TokenShard], folder: Path) -> list[ShardIndex]:
     """
     requests = store_of(files[0].path).requests if files else 1
     threads = max(requests, min(8, os.cpu_count() or 1))
+    _remove_left(folder)
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(lambda file: open_index(file, folder), files))
+
+
+@cache
+def _remove_left(folder: Path) -> None:
+    """Remove what builds that were killed have left, once a process: a mixture may have hundreds of datasets."""
     for temporary in folder.glob("*.tmp"):
         with suppress(OSError):  # another start may have removed it, or the folder is read-only
             if temporary.stat().st_mtime < time.time() - _LONGEST_BUILD:
                 temporary.unlink()
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(lambda file: open_index(file, folder), files))
 
 
 def open_index(file: TokenShard, folder: Path) -> ShardIndex:

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pretraining.checkpoint.files import UnreadableError, writing_to
+from pretraining.checkpoint.files import UnreadableError, digest, writing_to
 from pretraining.checkpoint.folder import find_checkpoints, keep_steps, step_of, sweep
 from pretraining.checkpoint.manifest import Checkpoint, Facts, open_checkpoint
 from pretraining.checkpoint.peers import Peers
@@ -60,11 +60,11 @@ class LocalTier:
         return [self.folder / f"step_{step}" for step in common]
 
     def _step(self, path: Location) -> tuple[int, str]:
-        """Return the step of a checkpoint, and what all hosts that saved it together say of it; "" if damaged."""
+        """Return the step of a checkpoint, and a digest of what all hosts that saved it together say; "" if damaged."""
         with suppress(UnreadableError):
             facts = asdict(open_checkpoint(path).facts)
             facts["config"] = {name: value for name, value in facts["config"].items() if name not in self._per_host}
-            return step_of(path), json.dumps(facts, sort_keys=True)
+            return step_of(path), digest(json.dumps(facts, sort_keys=True).encode())
         return step_of(path), ""
 
     def committed(self) -> list[Location]:
@@ -97,7 +97,7 @@ class LocalTier:
 def _common(steps: list[tuple[str, dict[int, str]]]) -> tuple[list[int], str]:
     """Return the steps that every host has, newest first, and a sentence if the newest is not one of them.
 
-    steps: (host, its steps and what it says of them) of every process.
+    steps: (host, its steps and their digests) of every process.
     """
     common = {step for step, _ in set.intersection(*(set(there.items()) for _, there in steps))}
     newest = max((step for _, there in steps for step in there), default=-1)

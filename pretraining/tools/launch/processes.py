@@ -43,7 +43,6 @@ def check_variables(words: Sequence[str], uses_torch_tpu: bool) -> None:
         text = os.environ.get(name, "")
         if text and not re.fullmatch("0|[1-9][0-9]{0,5}", text):
             raise UserError(f"{name}={text} is not a whole number")
-    hosts = number("NNODES", 1)
     if uses_torch_tpu or uses_one_process(words):
         return
     counts = {**COUNTS, "WORLD_SIZE": "a scheduler"}  # PyTorchJob's is that of its pods
@@ -52,7 +51,7 @@ def check_variables(words: Sequence[str], uses_torch_tpu: bool) -> None:
             f"{job}, and each would train alone, because NNODES is not set: each host needs NNODES, NODE_RANK and "
             "MASTER_ADDR, the name or address of host 0; NNODES=1 means that each is a run of its own"
         )
-    if hosts <= 1:
+    if (hosts := number("NNODES", 1)) <= 1:
         return
     for name in ("NODE_RANK", "MASTER_ADDR"):
         if not os.environ.get(name):

@@ -132,7 +132,8 @@ def find_files(inputs: Sequence[str], endings: Sequence[str]) -> tuple[list[Inpu
                     f"{name}: files ending in {file.suffix} are not read as text: convert it to .txt, .jsonl or "
                     f".parquet, or read it as plain text with --endings={','.join([*endings, file.suffix])}"
                 )
-            is_data = text_format(file, endings) is not None and not _NO_DATA.search(str(file))
+            inside = str(file).removeprefix(str(Path(name)))  # the folder itself may be in one of that name
+            is_data = text_format(file, endings) is not None and not _NO_DATA.search(inside)
             (ignored if is_folder and not is_data else chosen).append(file)
     if not chosen:
         raise UserError(f"{', '.join(inputs)}: no text, .jsonl or .parquet files: --endings lists those of plain text")

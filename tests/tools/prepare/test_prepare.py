@@ -493,6 +493,7 @@ def test_files_that_spark_has_not_finished_and_logs_of_delta_are_no_documents(tm
         [tmp_path / "part-0.parquet"],
         sorted(tmp_path / name for name in others),
     )
+    assert find_files([str(tmp_path / "_temporary")], ())[0] == [tmp_path / others[0]]  # asked for
     actions = [{"commitInfo": {}}, {"remove": {"path": "part-0.parquet"}}]  # a reader of plain Parquet still finds it
     (tmp_path / "_delta_log" / "2.json").write_text("".join(json.dumps(action) + "\n" for action in actions))
     with pytest.raises(UserError, match=r"part-0\.parquet: its Delta table has removed it"):
