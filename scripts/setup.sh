@@ -10,6 +10,7 @@ use_environment() {
 }
 use_environment .venv
 oldest_python=11 newest_python=14 pythons="3.11, 3.12, 3.13 or 3.14"
+newest_with_xla=13 # torch-xla has no build for later ones
 
 # TorchTPU and torch-xla need different versions of torch and libtpu.
 use_torch_tpu() {
@@ -123,7 +124,7 @@ requirement_files() {
 # Print the version of a package in the first of the requirement files that pins it for this Python.
 pinned_version() {
     local other='python_version >='
-    is_supported_python "$python" 11 13 || other='python_version <'
+    is_supported_python "$python" "$oldest_python" "$newest_with_xla" || other='python_version <'
     sed -n "/$other/d;/^$1==/{s/^$1==\([0-9.]*\).*/\1/p;q;}" "${@:2}"
 }
 
@@ -155,16 +156,16 @@ installation_state() {
 find_python() {
     local candidate newest
     if runs_xla_on_tpu; then
-        newest_python=13 pythons="3.11, 3.12 or 3.13"
+        newest_python=$newest_with_xla pythons="3.11, 3.12 or 3.13"
     fi
     if [[ -n ${PYTHON:-} ]]; then
         is_supported_python "$PYTHON" && echo "$PYTHON" && return
         log "PYTHON=$PYTHON is not a Python $pythons with the modules venv and ensurepip"
         return 1
     fi
-    # Last, the versions of pyenv, whose commands start only the selected ones. 3.14, which has no torch-xla, only where
-    # there is no other.
-    for newest in 13 "$newest_python"; do
+    # Last, the versions of pyenv, whose commands start only the selected ones. One without torch-xla only where there is
+    # no other.
+    for newest in "$newest_with_xla" "$newest_python"; do
         for candidate in python3 python3.{14,13,12,11} python \
             "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.1[1234].*/bin/python3; do
             if is_supported_python "$candidate" "$oldest_python" "$newest"; then

@@ -23,14 +23,14 @@ main() {
         --quick) announce "a few seconds each" 3 && shift && set -- -m "not slow or quick" "$@" ;;
         --all)
             announce "all, in three environments of 18 GB" 60
-            packages=requirements/all.txt newest_python=13 pythons="3.11, 3.12 or 3.13"
+            packages=requirements/all.txt newest_python=$newest_with_xla pythons="3.11, 3.12 or 3.13"
             ;;
         *) announce "those that prove each promise" 10 ;;
     esac
     set_up "$packages"
     "$python" -m ruff check .
     "$python" -m ruff format --check .
-    if is_supported_python "$python" 11 13; then
+    if is_supported_python "$python" "$oldest_python" "$newest_with_xla"; then
         "$python" -m mypy
     else
         log "types are not checked: they are those of the torch that Python 3.11 to 3.13 have"
