@@ -26,7 +26,7 @@ DEVICE_TYPES = {"cpu", "cuda", "tpu", "neuron", "mps", "xpu"}
 # Besides the table: the choices of --device, the engines' limits, words of reported names, JAX's platforms, and what
 # torch has for CUDA alone.
 NAMES_DEVICES = (
-    "config.training",
+    "config.settings",
     "config.support",
     "extensions.devices",
     "tools.plan.compiler",

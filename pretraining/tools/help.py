@@ -44,7 +44,7 @@ def documented_fields(configuration: type = TrainConfig) -> dict[str, list[Field
     return groups
 
 
-def fields_in(source: str, name: str = "TrainConfig") -> dict[str, list[Field]]:
+def fields_in(source: str, name: str = "Settings") -> dict[str, list[Field]]:
     """Return the fields of the class `name` in `source`. Raises ValueError that names those without documentation."""
     (tree,) = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == name)
     headings = {i: match[1] for i, line in enumerate(source.splitlines()) if (match := HEADING.fullmatch(line))}

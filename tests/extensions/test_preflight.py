@@ -72,7 +72,7 @@ def test_a_file_system_that_cannot_do_what_a_run_does_is_refused(tmp_path: Path,
 def test_a_default_that_was_edited_to_something_else_is_named_with_its_line(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "pretraining", tmp_path / "pretraining", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "main_training.py", tmp_path)
-    declaration = tmp_path / "pretraining/config/training.py"
+    declaration = tmp_path / "pretraining/config/settings.py"
     lines = declaration.read_text().splitlines()
     number = next(number for number, line in enumerate(lines, 1) if line.startswith("    num_steps:"))
     lines[number - 1] += ","  # makes a tuple of it

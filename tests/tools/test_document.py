@@ -86,7 +86,7 @@ def test_the_sizes_of_the_variants_are_their_parameters() -> None:
 
 
 SOURCE = '''
-class TrainConfig:
+class Settings:
     bare: int = 0
     """No group is above."""
 
@@ -105,7 +105,7 @@ class TrainConfig:
 def test_a_field_is_read_as_it_is_written_and_one_that_lacks_documentation_is_named() -> None:
     text = re.sub(r"^    (bare|silent|endless|last).*\n( *\"\"\".*\n)?", "", SOURCE, flags=re.MULTILINE)
     assert fields_in(text) == {"First": [("First", "good", "1_000", "Tokens, at least 1.")], "Second": []}
-    with pytest.raises(ValueError, match="TrainConfig: bare, silent, endless, last: every field needs"):
+    with pytest.raises(ValueError, match="Settings: bare, silent, endless, last: every field needs"):
         fields_in(SOURCE)
 
 

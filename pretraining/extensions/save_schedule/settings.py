@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 from pretraining.config.declaration import Resume
 from pretraining.config.errors import Problem
 from pretraining.config.grammar import parse_steps
-from pretraining.config.training import STEPS, TrainConfig
+from pretraining.config.settings import STEPS
+from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problem
 from pretraining.extensions.checks import without_effect
 from pretraining.extensions.units import size

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pretraining.config.declaration import COMMON, PER_HOST, AtLeast, Needs
-from pretraining.config.training import STEPS, TrainConfig
+from pretraining.config.settings import STEPS
+from pretraining.config.training import TrainConfig
 
 _OVERRIDE = re.compile(r"(--|\+{0,2})[A-Za-z]\w*(\.\w+)+=")  # Hydra's, with a + where the file lacks the key
 _RECOMPUTE = re.compile(r"--recompute[-_](?=(granularity|modules|num[-_]layers)(=|$))")  # Megatron's names

@@ -15,8 +15,8 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from pretraining.config.errors import ConfigError, Problem
+from pretraining.config.settings import ShardingStrategy
 from pretraining.config.support import unsupported
-from pretraining.config.training import ShardingStrategy
 from pretraining.config.validate import problems
 from pretraining.config.variants import model_shape
 from pretraining.extensions.flops import flops_per_token, frozen_weights, training_flops
