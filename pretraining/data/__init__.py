@@ -7,20 +7,21 @@ These names are for programs that use the loader; they are imported on first use
 needs no numpy is cheap to import.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pretraining.data.opening import open_stream
     from pretraining.data.prefetch import Prefetcher
     from pretraining.data.stores.labels import IGNORED
-    from pretraining.data.stream import RowMarks, open_stream
+    from pretraining.data.stream import RowMarks
 
 __all__ = ["IGNORED", "Prefetcher", "RowMarks", "open_stream"]
+_HOMES = {"IGNORED": "stores.labels", "Prefetcher": "prefetch", "RowMarks": "stream", "open_stream": "opening"}
 
 
 def __getattr__(name: str) -> object:
     """Import a public name from the module that defines it."""
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from pretraining.data import prefetch, stream
-
-    return getattr(prefetch if name == "Prefetcher" else stream, name)
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -193,31 +193,6 @@ def _check_labels(config: TrainConfig, folder: Location, description: dict[str, 
         raise UserError(f"{folder}: rows of whole examples have no place for --{added[0]}: remove it")
 
 
-def data_notes(source: SplitSource, special: SpecialTokens, datasets: list[Dataset], rows: int) -> list[str]:
-    """Return lines on the data for the start of a run. rows: of the embedding."""
-    lines = [source.note, _describe_separator(special)]
-    for dataset in datasets:
-        lines += [_describe_vocabulary(dataset, rows), _describe_labels(dataset)]
-    return list(filter(None, lines))
-
-
-def _describe_vocabulary(dataset: Dataset, rows: int) -> str:
-    """Return a line if the model's vocabulary has ids that the tokenizer of the data does not have; otherwise ""."""
-    size = dataset.description.get("vocab_size")
-    if not isinstance(size, int) or size >= rows:
-        return ""
-    return f"{dataset.name}: its tokenizer has {size:,} ids, the model's vocabulary {rows:,}: the rest is never trained"
-
-
-def _describe_labels(dataset: Dataset) -> str:
-    """Return a line with the share of trained tokens; empty for a dataset without labels."""
-    if all(shard.trained is None for shard in dataset.shards):
-        return ""
-    trained = sum(shard.trained or 0 for shard in dataset.shards) / sum(shard.token_count for shard in dataset.shards)
-    rows = "in rows of whole examples" if "seq_length" in dataset.description else "examples continue in the next row"
-    return f"{dataset.name}: {trained:.1%} of the tokens are trained, {rows}"
-
-
 def special_tokens(config: TrainConfig, datasets: list[Dataset]) -> SpecialTokens:
     """Return the ids in use: the flags', and for the separator the one that the data was prepared with.
 
@@ -244,12 +219,6 @@ def special_tokens(config: TrainConfig, datasets: list[Dataset]) -> SpecialToken
     origin = name if flag is not None else DESCRIPTION if prepared else "the default, --sep_token sets another"
     eos = None if separator == NO_SEPARATOR else separator
     return SpecialTokens(eos, config.bos_token, config.bol_token, config.eol_token, origin)
-
-
-def _describe_separator(special: SpecialTokens) -> str:
-    """Return a line with the separator and what set it."""
-    token = "no separator between documents" if special.eos is None else f"separator {special.eos} after every document"
-    return f"{token} ({special.origin})"
 
 
 def _check_endings(dataset: Dataset, separator: int, is_set: bool) -> None:

@@ -12,7 +12,8 @@ from pretraining.checkpoint.restoring import check_starting_point
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
-from pretraining.data.stream import Rows, Stream, check_data, open_stream
+from pretraining.data.opening import check_data, open_stream
+from pretraining.data.stream import Rows, Stream
 from pretraining.models.init import VOCABULARIES, on_meta
 from pretraining.monitor.account import Account
 from pretraining.monitor.metrics import FILE_NAME as METRICS_FILE

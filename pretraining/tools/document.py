@@ -25,7 +25,7 @@ from pretraining.config.script import exit_with
 from pretraining.config.support import limits_of
 from pretraining.config.variants import VARIANTS
 from pretraining.data.datasets import SpecialTokens
-from pretraining.data.stream import order_settings
+from pretraining.data.opening import order_settings
 from pretraining.tools.help import Field, documented_fields, needs_words, type_words
 from pretraining.tools.importing.migration import migration_tables
 

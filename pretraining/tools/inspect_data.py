@@ -26,9 +26,9 @@ from pretraining.data.datasets import SPLITS, Dataset, open_datasets
 from pretraining.data.files import OpenFiles, file_hash
 from pretraining.data.index import ShardIndex, hash_record, index_folder, user_files
 from pretraining.data.layouts import read_dataset_json
+from pretraining.data.opening import open_stream
 from pretraining.data.stores.labels import IGNORED
 from pretraining.data.stores.shard import chunks
-from pretraining.data.stream import open_stream
 from pretraining.extensions.checksums import BlockSums
 from pretraining.extensions.files import write_atomically
 from pretraining.storage import size_of, store_of

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from pretraining.config.errors import UserError
 from pretraining.data import IGNORED, open_stream
+from pretraining.extensions.overview.data import data_notes
 from tests.data.corpora import SEPARATOR, corpus, numbered, rows, settings, write_flat
 
 EOS, BOS, BOL, EOL = 900_001, 900_002, 900_003, 900_004
@@ -40,7 +41,7 @@ def test_without_shuffling_documents_come_as_they_are_stored_between_their_speci
         stored = [token for document in documents if document for token in [*begin, *document, *end]]
         steps = 2 * len(stored) // 16  # of two epochs
         assert np.concatenate(rows(stream, steps)).tolist() == (stored * 2)[: steps * 16]
-        notes = stream.facts["notes"]
+        notes = data_notes(stream.facts)
         assert ("no separator between documents (--sep_token)" in notes) == (not end)
 
 
@@ -139,4 +140,4 @@ def test_a_separator_that_the_documents_contradict_is_asked_for(tmp_path: Path) 
     for name, token, strip, separators in given:
         stream = open_stream(settings(tmp_path / "data", **{name: token, "strip_tokens": strip}))
         assert stream.facts["datasets"][0]["tokens"] == 20 * 36 + separators * 60
-        assert stream.facts["notes"] == [f"separator {token} after every document (--{name})"]
+        assert data_notes(stream.facts) == [f"separator {token} after every document (--{name})"]

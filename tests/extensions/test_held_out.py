@@ -14,7 +14,7 @@ from main_training import CONFIGURATION, configure
 from pretraining import train
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.data import open_stream
-from pretraining.data.stream import check_data
+from pretraining.data.opening import check_data
 from pretraining.extensions.held_out.figures import evaluation_line
 from pretraining.extensions.held_out.watch import unread_datasets
 from pretraining.extensions.shared_shards import check_shared_shards

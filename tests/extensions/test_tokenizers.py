@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from pretraining.config.errors import UserError
 from pretraining.data import IGNORED, open_stream
-from pretraining.data.stream import check_data
+from pretraining.data.opening import check_data
 from pretraining.extensions.tokenizers.text_bytes import ByteCounter
 from pretraining.extensions.tokenizers.tokenizer import open_tokenizer, train
 from tests.data.corpora import corpus, numbered, settings

@@ -17,7 +17,8 @@ def print_run(
     config: TrainConfig, engine: Engine, streams: Mapping[str, Stream], extensions: Sequence[Extension]
 ) -> None:
     """Print what follows from the configuration, the devices and the data, in process 0."""
-    from pretraining.extensions.overview.lines import data_lines, describe_run  # imports torch
+    from pretraining.extensions.overview.data import data_lines
+    from pretraining.extensions.overview.lines import describe_run  # imports torch
 
     if engine.process_index == 0:
         data = data_lines(streams["train"].facts)

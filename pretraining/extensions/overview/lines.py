@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -158,19 +157,6 @@ def _peak(kind: DeviceKind | None) -> str:
     if not kind:
         return "n/a: the peak of this device is unknown; see --peak_tflops"
     return f"{flop(kind.peak_flops)}/s dense {kind.dtype}, {kind.title}"
-
-
-def data_lines(facts: Mapping[str, Any]) -> str:
-    """Return one line per dataset and per note on how they are read, from a stream's `facts()`."""
-    return "\n".join(f"{'data':<14} {line}" for line in [*map(_dataset, facts["datasets"]), *facts.get("notes", [])])
-
-
-def _dataset(dataset: Mapping[str, Any]) -> str:
-    if dataset["tokens"] is None:
-        return "counters, deterministic (use_dummy_dataset)" if dataset["name"] == "dummy" else dataset["name"]
-    counts = ", ".join(counted(dataset[f"{noun}s"], noun) for noun in ("token", "document", "shard"))
-    epochs = "" if dataset["epochs"] is None else f", {dataset['epochs']:.3g} epochs in this run"
-    return f"{dataset['name']}: {counts}, {dataset['share']:.1%} of the mixture{epochs}"
 
 
 def placed_line(measured: Mapping[str, int], unsharded: Mapping[str, int]) -> str:

@@ -111,7 +111,7 @@ def check_content(config: PreflightConfig) -> None:
             check(config)
     except UserError:
         return  # reported already
-    from pretraining.data.stream import check_data
+    from pretraining.data.opening import check_data
     from pretraining.extensions.shared_shards import check_shared_shards
 
     check_shared_shards(config, check_data(config))

@@ -21,7 +21,8 @@ from pretraining.checkpoint.restoring import Restoring, Start
 from pretraining.checkpoint.store import PendingSave
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
-from pretraining.data.stream import Rows, cut_rows, refuse_unread
+from pretraining.data.opening import refuse_unread
+from pretraining.data.stream import Rows, cut_rows
 from pretraining.extensions.async_checkpointing.saves import HostBuffer, stage
 from pretraining.models.init import build_model
 from pretraining.models.llama import Llama

@@ -20,6 +20,7 @@ pytest.importorskip("pretraining.extensions.tokenizers")
 from main_training import configure
 from pretraining.config.errors import UserError
 from pretraining.data import IGNORED, open_stream
+from pretraining.extensions.overview.data import data_notes
 from pretraining.extensions.tokenizers.tokenizer import (
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
@@ -404,7 +405,7 @@ def test_labels_are_those_of_the_column_one_place_earlier(tmp_path: Path, store:
             assert got == [*want[tuple(row)][1:], IGNORED]  # nothing predicts the first token of the next row
     trained = sum(map(sum, masks)) / (20 * LENGTH)
     note = f"data: {trained:.1%} of the tokens are trained, examples continue in the next row"
-    assert note in stream.facts["notes"]
+    assert note in data_notes(stream.facts)
 
 
 def test_labels_of_examples_of_any_length_survive_the_cutting_into_rows(tmp_path: Path) -> None:

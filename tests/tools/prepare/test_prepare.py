@@ -33,7 +33,8 @@ from pretraining.config.errors import UserError
 from pretraining.data import open_stream
 from pretraining.data.datasets import open_datasets
 from pretraining.data.files import file_hash
-from pretraining.data.stream import check_data
+from pretraining.data.opening import check_data
+from pretraining.extensions.overview.data import data_notes
 from pretraining.extensions.tokenizers.tokenizer import open_tokenizer, train
 from pretraining.storage import FolderLock
 from pretraining.tools import inspect_data
@@ -318,8 +319,8 @@ def test_another_tokenizer_than_that_of_the_data_is_refused(
     stream = open_stream(configure({**flags, "tokenizer_path": str(tmp_path / "copy.model")}))
     assert stream.state(0)["mixture"]["train"]["tokenizer_sha256"] == file_hash(out / "tokenizer.model")
     line = "train: its tokenizer has 400 ids, the model's vocabulary 410: the rest is never trained"
-    assert line in stream.facts["notes"]
-    assert not any("ids" in note for note in open_stream(configure({**flags, "vocab_size": 400})).facts["notes"])
+    assert line in data_notes(stream.facts)
+    assert not any("ids" in note for note in data_notes(open_stream(configure({**flags, "vocab_size": 400})).facts))
     with pytest.raises(UserError, match=r"400 ids, but the model's vocabulary is 300: .*--vocab_size=400"):
         open_stream(configure({**flags, "vocab_size": 300}))
 
@@ -352,7 +353,7 @@ def test_the_output_folder_is_recognised_as_training_and_validation_data(prepare
     named = {**flags, "data_path": str(out / "train"), "valid_data_path": str(out / "valid")}
     for split in ("train", "valid"):
         stream = open_stream(configure({**flags, "val_interval": 10, "val_steps": -1}), split=split)
-        assert stream.facts["notes"] == [
+        assert data_notes(stream.facts) == [
             f"{out} is a prepared folder: train from train/, valid from valid/",
             "separator 2 after every document (meta.json)",
         ]
