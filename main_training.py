@@ -21,7 +21,7 @@ from pretraining.monitor.progress import heartbeat
 from pretraining.parallel.processes import read_processes
 from pretraining.run import configure as configuring
 from pretraining.run.result import TrainingResult
-from pretraining.storage import RETRIES, use_files_of
+from pretraining.storage import use_files_of
 
 if TYPE_CHECKING:
     from pretraining.data.stream import Rows
@@ -111,8 +111,8 @@ def train(
 
 
 def starting() -> AbstractContextManager[None]:
-    """Return a context in which process 0 prints a sign of life, and which storage it waits for."""
-    return heartbeat("starting", shown=first_rank(), waiting=lambda: RETRIES.waiting)
+    """Return a context in which process 0 prints a sign of life."""
+    return heartbeat("starting", shown=first_rank())
 
 
 def main(**flags: str) -> int:

@@ -60,23 +60,6 @@ class Stamp(NamedTuple):
     modified: int  # nanoseconds; of an object, a hash of its version
 
 
-class Retries:
-    """How many requests had to be repeated in this process, and what is waited for."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.waiting = ""  # why, and until when, a request is being repeated
-        self._lock = Lock()
-
-    def add(self, waiting: str) -> None:
-        """Count one."""
-        with self._lock:
-            self.count, self.waiting = self.count + 1, waiting
-
-
-RETRIES = Retries()
-
-
 # ---- What a store has
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,13 +46,8 @@ def position(step: int, num_steps: int) -> str:
 
 
 @contextmanager
-def heartbeat(
-    label: str, every: float = 4.0, shown: bool = True, waiting: Callable[[], str] = lambda: ""
-) -> Iterator[None]:
-    """While the body runs, print "<label> ... 20s" every `every` seconds; nothing if it is faster, or not `shown`.
-
-    waiting: returns what is waited for, which the line then names.
-    """
+def heartbeat(label: str, every: float = 4.0, shown: bool = True) -> Iterator[None]:
+    """While the body runs, print "<label> ... 20s" every `every` seconds; nothing if it is faster, or not `shown`."""
     if not shown:
         yield
         return
@@ -61,8 +56,7 @@ def heartbeat(
 
     def beat() -> None:
         while not done.wait(every):
-            name = f"{label}: {waits}" if (waits := waiting()) else label
-            print(f"{name} ... {duration(time.monotonic() - start)}", flush=True)
+            print(f"{label} ... {duration(time.monotonic() - start)}", flush=True)
 
     thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
     thread.start()

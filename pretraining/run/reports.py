@@ -16,7 +16,6 @@ from pretraining.data.stream import Batch
 from pretraining.monitor.progress import progress_line
 from pretraining.parallel.engine import Engine
 from pretraining.run.training_run import TrainingRun
-from pretraining.storage import RETRIES
 
 
 class Stopwatch:
@@ -81,7 +80,6 @@ class Reports:
             "samples_per_second": tokens / config.seq_length / step_time,
             "memory_bytes": engine.memory_bytes(),
             "compilations": engine.compilations(),
-            **({"storage_retries": RETRIES.count} if RETRIES.count else {}),
             "data_hash": data_hash(batch, engine),
         }
 

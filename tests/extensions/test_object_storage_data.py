@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from contextlib import closing
 from dataclasses import replace
@@ -19,12 +20,11 @@ from pretraining.data.layouts import FLAGS, RECORDS
 from pretraining.data.prefetch import AHEAD
 from pretraining.extensions.object_storage import objects
 from pretraining.extensions.object_storage.ahead import FETCH_AHEAD, FETCH_BYTES, RequestedAhead
-from pretraining.extensions.object_storage.objects import ObjectPath
+from pretraining.extensions.object_storage.objects import RETRIES, ObjectPath
 from pretraining.extensions.object_storage.ranges import RangeCache
 from pretraining.extensions.object_storage.store import OBJECTS
-from pretraining.monitor.progress import heartbeat
 from pretraining.run.configure import configure
-from pretraining.storage import RETRIES, StorageError, location, stamp_of
+from pretraining.storage import StorageError, location, stamp_of
 from tests.data.corpora import numbered, rows, settings, write_flat, write_lists, write_megatron, write_parquet
 from tests.end_to_end.small import ROOT
 from tests.object_storage import KEYS, FaultProxy, GoogleStorage, upload
@@ -242,16 +242,20 @@ def test_a_passing_network_error_is_repeated_and_counted(tmp_path: Path, proxy: 
 
 
 @pytest.mark.slow
-def test_while_storage_is_away_the_heartbeat_says_what_is_waited_for(
-    tmp_path: Path, proxy: FaultProxy, capsys: pytest.CaptureFixture[str]
+def test_while_storage_is_away_process_0_says_what_is_waited_for(
+    tmp_path: Path, proxy: FaultProxy, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, remote = local_and_remote(tmp_path, proxy, "flat", "waited-for", shards=1)
-    proxy.plan = lambda number, method, path: "503" if number < 4 else ""
-    with heartbeat("starting", every=0.02, waiting=lambda: RETRIES.waiting):
+    for rank, printed in (("1", 0), ("0", 1)):
+        monkeypatch.setenv("RANK", rank)
+        first = len(proxy.requests)
+        proxy.plan = lambda number, method, path, end=first + 5: "503" if number < end else ""  # type: ignore[misc]
         open_stream(remote)
-    lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("starting: s3://bucket/waited-for") and " tried until " in line for line in lines), lines
-    assert RETRIES.waiting == ""
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == printed, lines
+        assert all(
+            re.match(r"waiting: s3://bucket/waited-for.* cannot be reached \(.*\), tried until ", x) for x in lines
+        )
 
 
 def test_storage_that_stays_away_is_one_error_that_names_the_object(

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from pretraining.config.extension import Extension
+from collections.abc import Mapping
+from typing import Any
+
+from pretraining.config.extension import Extension, Watcher
 from pretraining.config.grammar import OBJECT_STORAGE
+from pretraining.extensions.object_storage.objects import RETRIES
 from pretraining.extensions.object_storage.settings import ObjectStorageConfig
 from pretraining.extensions.object_storage.store import OBJECTS
+
+
+class Repeated(Watcher):
+    """storage_retries of a report: requests of this process that were repeated since its start."""
+
+    def figures(self, record: Mapping[str, Any]) -> dict[str, float]:
+        """See Watcher."""
+        return {"storage_retries": RETRIES.count} if RETRIES.count else {}
+
 
 EXTENSION = Extension(
     configuration=ObjectStorageConfig,
     stores=dict.fromkeys(OBJECT_STORAGE, OBJECTS),
+    watch=lambda run: Repeated(),
 )

@@ -24,7 +24,8 @@ from pathlib import PurePosixPath
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pretraining.storage import BUFFER, RETRIES, Stamp, StorageError, Store, UnreachableError
+from pretraining.config.flags import first_rank
+from pretraining.storage import BUFFER, Stamp, StorageError, Store, UnreachableError
 
 if TYPE_CHECKING:
     from pyarrow import fs
@@ -34,6 +35,8 @@ T = TypeVar("T")
 # A request that fails in passing is repeated for so long, s: the restart of a storage node takes less than a minute.
 RETRY_FOR = 90.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # s, before jitter; each pause is twice as long as the one before
+# Process 0 prints what is waited for from the first pause of this length on, and again after as many seconds.
+SHOWN_PAUSE, SHOWN_EVERY = 1.0, 8.0
 # Errors in pyarrow's messages that no repetition cures.
 _PERMANENT = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", "NO_SUCH_BUCKET", "EXPIRED_TOKEN",
               "INVALID_CLIENT_TOKEN_ID", "InvalidBucketName", "PERMISSION_DENIED", "HTTP status 403")  # fmt: skip
@@ -43,6 +46,24 @@ GOOGLE = "gs://"
 # Bytes of the smallest read, where the object has as many: the client puts the storage's answer to a read that fails
 # (of about 400 bytes) where the data would be, and reports a network error instead of it if there is no room.
 SMALLEST_READ = 4 << 10
+
+
+class Retries:
+    """How many requests had to be repeated in this process. Threads may share it."""
+
+    def __init__(self) -> None:
+        self.count, self._shown, self._lock = 0, -SHOWN_EVERY, Lock()
+
+    def add(self, waiting: str, pause: float) -> None:
+        """Count one, before a pause of some seconds; print `waiting` if nothing was printed lately."""
+        with self._lock:
+            self.count += 1
+            if pause >= SHOWN_PAUSE and time.monotonic() >= self._shown + SHOWN_EVERY and first_rank():
+                self._shown = time.monotonic()
+                print(waiting, flush=True)
+
+
+RETRIES = Retries()
 
 
 class MissingObjectError(StorageError, FileNotFoundError):
@@ -118,9 +139,7 @@ class ObjectPath:
         until = time.strftime("%X", time.localtime(time.time() + RETRY_FOR))
         while True:
             try:
-                result = act(client_of(scheme, name.parts[0]), str(name))
-                RETRIES.waiting = ""
-                return result
+                return act(client_of(scheme, name.parts[0]), str(name))
             except FileNotFoundError as error:
                 raise MissingObjectError(f"{self}: no such object: check that it is still there") from error
             except OSError as error:
@@ -133,7 +152,7 @@ class ObjectPath:
                 if time.monotonic() - began + pause > RETRY_FOR:
                     tried = f"tried for {RETRY_FOR:.0f} s ({reason})"
                     raise UnreachableError(f"{self}: cannot be reached, {tried}: check the network") from error
-            RETRIES.add(f"{self} cannot be reached, tried until {until}")
+            RETRIES.add(f"waiting: {self} cannot be reached ({reason}), tried until {until}", pause)
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_PAUSE)
 
