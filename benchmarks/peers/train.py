@@ -64,6 +64,7 @@ def flags(work: Path, steps: int) -> dict[str, object]:
         "ckpt_load_path": str(work / "weights"),
         "checkpoint_interval": 0,
         "report_interval": 1,
+        "tensorboard": False,  # the peers write no events, and requirements.txt does not install it
     }
 
 
