@@ -23,6 +23,7 @@ FP8: dict[str, Any] = {"precision": "fp8", "model_variant": "tiny", **SHAPE}
 FP8_RANKS: dict[str, Any] = {**FP8, "tensor_parallel_size": 4, "num_kv_heads": 8, "head_dim": 16}
 FP16: dict[str, Any] = {"precision": "fp16"}
 LORA: dict[str, Any] = {**MODEL, "lora_rank": 4}
+HEAD = "contains lm_head, which ends the name of no module; the modules are "
 LAYERS = "lora_target_modules=.* means other projections in layer 1 than in layer 0"
 RELATIVE: dict[str, Any] = {"optimizer": "adafactor", "optimizer_args": "relative_step=True", "num_steps": 100}
 SHORT: dict[str, Any] = {"num_steps": 100, "learning_rate": 1e-3}
@@ -80,7 +81,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**LORA, "lora_target_modules": r"model\.layers\.1\..*q_proj"}, LAYERS),
     ({**LORA, "lora_target_modules": r"model\.layers\.0\..*q_proj"}, LAYERS),
     ({**LORA, "lora_modules_to_save": "lm_head,typo"}, "contains typo, which ends the name of no module"),
-    ({**LORA, "lora_modules_to_save": "lm_head", "tie_word_embeddings": True}, "lm_head, which ends the name of no"),
+    ({**LORA, "lora_modules_to_save": "lm_head", "tie_word_embeddings": True}, f"{HEAD}model.embed_tokens, model.norm"),
+    ({**LORA, "lora_modules_to_save": "layers.0.mlp.down_proj"}, "layers.0.mlp.down_proj, which ends the name of no"),
+    ({**LORA, "lora_modules_to_save": "q_norm"}, "contains q_norm, which ends the name of no module"),
     ({**LORA, "lora_modules_to_save": "q_proj"}, "lora_modules_to_save=q_proj .*q_proj, which has an adapter"),
     # moving_average
     ({**MANUAL, "ema_decay": 0.9}, "--ema_decay=0.9 .*stochastic_rounding=True"),

@@ -21,7 +21,7 @@ from pretraining.extensions.files import read_json
 from pretraining.extensions.huggingface.folder import safetensors_entries, shard_file
 from pretraining.extensions.lora.peft import PEFT_SETTINGS, peft_settings, peft_unsupported
 from pretraining.extensions.lora.settings import LoraConfig
-from pretraining.extensions.lora.targets import MODULES, adapted, is_saved, lora_scale
+from pretraining.extensions.lora.targets import adapted, is_saved, lora_scale, modules
 from pretraining.storage import DISK
 
 CONFIG, MODEL = "adapter_config.json", "adapter_model.safetensors"
@@ -120,7 +120,7 @@ def check_trained(adapter: Checkpoint, config: LoraConfig, shapes: Mapping[str, 
 def _meaning(config: LoraConfig) -> dict[str, Any]:
     """Return the settings that PEFT's file has, lists of modules as what they name."""
     values = {field: getattr(config, field) for field in PEFT_SETTINGS.values()}
-    saved = [module for module in MODULES if is_saved(module, config.lora_modules_to_save)]
+    saved = [module for module in modules(config) if is_saved(module, config.lora_modules_to_save)]
     return {**values, "lora_target_modules": adapted(config), "lora_modules_to_save": saved}
 
 

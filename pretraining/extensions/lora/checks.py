@@ -11,12 +11,12 @@ from pretraining.config.validate import problem
 from pretraining.config.variants import model_shape
 from pretraining.extensions.lora.settings import LoraConfig
 from pretraining.extensions.lora.targets import (
-    MODULES,
     USUAL,
     adapted,
     is_expression,
     is_saved,
     matches,
+    modules,
     projections,
 )
 
@@ -27,11 +27,8 @@ def check_adapters(config: LoraConfig) -> Iterator[Problem]:
         return
     yield from _check_targets(config)
     for word in comma_separated(config.lora_modules_to_save):
-        meant = [module for module in MODULES if is_saved(module, word)]
-        if config.tie_word_embeddings and not is_saved("model.embed_tokens", config.lora_modules_to_save):
-            meant = [module for module in meant if module != "lm_head"]
-        if not meant:
-            remedy = f"contains {word}, which ends the name of no module; the modules are {', '.join(MODULES)}"
+        if not any(is_saved(module, word) for module in modules(config)):
+            remedy = f"contains {word}, which ends the name of no module; the modules are {', '.join(modules(config))}"
             yield problem(config, "lora_modules_to_save", remedy)
 
 

@@ -16,8 +16,6 @@ from pretraining.extensions.projections import PROJECTIONS
 if TYPE_CHECKING:
     from pretraining.extensions.lora.settings import LoraConfig
 
-IN_BLOCK = (*PROJECTIONS, "self_attn.q_norm", "self_attn.k_norm", "input_layernorm", "post_attention_layernorm")
-MODULES = ("model.embed_tokens", "lm_head", "model.norm", *(f"model.layers.0.{name}" for name in IN_BLOCK))
 USUAL = "q_proj,v_proj"  # where nothing is said: PEFT's for Llama
 
 
@@ -41,6 +39,16 @@ def adapted(config: LoraConfig) -> list[str]:
 def projections(config: LoraConfig) -> list[str]:
     """The projections of a block of this model."""
     return [name for name in PROJECTIONS if name != "mlp.gate_proj" or config.activation in GATED]
+
+
+def modules(config: LoraConfig) -> list[str]:
+    """The modules of this model that can be trained in full, those of a block by their path in it, because they are
+    trained in every layer. A tied head is one where the embedding is trained too."""
+    is_tied = config.tie_word_embeddings and not is_saved("model.embed_tokens", config.lora_modules_to_save)
+    outside = ["model.embed_tokens", *([] if is_tied else ["lm_head"]), "model.norm"]
+    norms = ["self_attn.q_norm", "self_attn.k_norm"] if config.qk_norm else []
+    norms += ["input_layernorm", *([] if config.shared_norm else ["post_attention_layernorm"])]
+    return [*outside, *projections(config), *norms]
 
 
 def is_expression(wanted: str) -> bool:
