@@ -41,9 +41,10 @@ def changes(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
     for one, other in ((before, now), (now, before)):
         if one["lr_decay_steps"] is None and other["lr_decay_steps"] is not None:
             one["lr_decay_steps"] = one["num_steps"]
-    resolved = (Resume.SHAPE, Resume.FUNCTION)
     policies = {name: setting.resume for name, setting in settings_of(type(config)).items()}
-    compared = [name for name, policy in policies.items() if name in saved or policy in resolved]
+    if config.position_embedding_type == "learned_absolute":
+        policies["max_position_embeddings"] = Resume.SHAPE  # there is a vector for each
+    compared = [name for name, policy in policies.items() if name in saved or policy in (Resume.SHAPE, Resume.FUNCTION)]
     differing = [name for name in compared if before[name] != now[name] and policies[name] is not Resume.FREE]
     return [Change(name, before[name], now[name], policies[name]) for name in differing]
 
@@ -58,8 +59,7 @@ def saved_config(saved: Mapping[str, Any], configuration: type[TrainConfig]) -> 
     read = (Resume.SHAPE, Resume.FUNCTION, Resume.STATE)
     chosen = {name: setting for name, setting in settings.items() if setting.resume in read}
     faults = {name: setting.fault(getattr(config, name)) for name, setting in chosen.items()}
-    wrong = [problem(config, name, f"in the checkpoint: {fault}") for name, fault in faults.items() if fault]
-    if wrong:
+    if wrong := [problem(config, name, f"in the checkpoint: {fault}") for name, fault in faults.items() if fault]:
         raise ConfigError(wrong)
     return config
 

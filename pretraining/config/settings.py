@@ -78,8 +78,8 @@ class Settings:
     """The embedding and the output head are padded to a multiple of this x tensor_parallel_size rows. Padding rows are
     zero, do not take part in the loss and are not saved in checkpoints."""
     max_position_embeddings: Annotated[int | None, AtLeast(1, below=2**28), Resume.FREE] = None
-    """Longest sequence of the model in tokens, at least seq_length. None: the variant's, or seq_length for "custom".
-    Elsewhere: max_seq_len."""
+    """Longest sequence of the model in tokens, at least seq_length. None: the variant's, or seq_length for "custom". A
+    checkpoint of a model with position_embedding_type=learned_absolute must have the same. Elsewhere: max_seq_len."""
     norm_type: Annotated[Literal["rmsnorm", "layernorm"], Resume.FUNCTION] = "rmsnorm"
     """Normalization: "rmsnorm", or "layernorm" (subtracts the mean; with norm_bias, adds a bias)."""
     norm_eps: Annotated[float, Above(0), Resume.FUNCTION] = 1e-5

@@ -193,6 +193,15 @@ def test_a_start_that_cannot_go_well_is_refused_before_a_model_exists_and_by_the
     assert len(run(tmp_path, num_steps=4, learning_rate=1e-3, override_lr_on_resume=True)) == 2  # after step 2
 
 
+def test_only_learned_positions_must_have_the_number_of_the_checkpoint(tmp_path: Path) -> None:
+    rotary, learned = tmp_path / "rotary", {"position_embedding_type": "learned_absolute"}
+    run(tmp_path, num_steps=1, max_position_embeddings=64, **learned)
+    words = "--max_position_embeddings=128 .*trained with 64; use that"
+    refuses(words, tmp_path, max_position_embeddings=128, **learned)
+    run(rotary, num_steps=1, max_position_embeddings=64)
+    check_start_of(small_config(rotary, max_position_embeddings=128), rotary)
+
+
 def test_other_changes_are_made_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path, num_steps=2)
     run(tmp_path, num_steps=4, weight_decay=0.2, report_interval=7)
