@@ -43,8 +43,8 @@ from pretraining.storage import (
 
 # Documents whose tokens are summed in the sidecar; blocks of the shuffled order consist of whole groups.
 GROUP = 64
-# Counted up where a shard that has an index may be refused now, and is looked at again (6: masks of any name).
-_MAGIC = b"tokidx06"
+# Counted up where a shard that has an index may be refused now, and is looked at again (7: a .bin of another size).
+_MAGIC = b"tokidx07"
 _ALIGN = 64
 # Bytes that the header has, unless its paths are longer. Constant: a run may open a sidecar that another start has
 # replaced since, by another path of the shard, and reads its own offsets in it.

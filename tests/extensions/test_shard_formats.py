@@ -102,10 +102,14 @@ def test_sequences_that_trl_or_llama_factory_has_packed_into_a_row_are_refused_o
 
 def test_a_megatron_index_and_its_tokens_must_belong_together(tmp_path: Path) -> None:
     index = corpora.write_megatron(tmp_path / "data" / "s", DOCUMENTS)
-    tokens = index.with_suffix(".bin").read_bytes()
+    tokens, described = index.with_suffix(".bin").read_bytes(), index.read_bytes()
     index.with_suffix(".bin").write_bytes(tokens + tokens[:4])
-    assert f"{index}: its sequences end at byte 24,000, but " in complaint(tmp_path / "data")
+    assert f"{index}: its 6,000 tokens of int32 take 24,000, but " in complaint(tmp_path / "data")
     index.with_suffix(".bin").write_bytes(tokens)
+    for kind, size in {5: "int64 take 48,000", 8: "uint16 take 12,000"}.items():  # the type is byte 17 of the header
+        index.write_bytes(described[:17] + bytes([kind]) + described[18:])
+        assert f"{index}: its 6,000 tokens of {size}, but " in complaint(tmp_path / "data")
+    index.write_bytes(described)
     truncate(index.with_suffix(".bin"), 0.9)
     message = complaint(tmp_path / "data")
     assert message.startswith(f"{index}: ") and f"24,000, but {index.with_suffix('.bin')} has 21,600 bytes" in message

@@ -40,7 +40,7 @@ def index_megatron(path: str) -> ShardContents:
         raise UserError(f"{path}: {size} bytes do not hold its {sequences:,} sequences: copy the file again")
     _check_modes(path, first.offset + 8 * entries, sequences, size)
     tokens = str(location(path).with_suffix(".bin"))
-    _check_end(path, tokens, lengths, pointers, np.dtype(_TYPES[kind]).itemsize)
+    _check_size(path, tokens, lengths, _TYPES[kind])
     if _one_sequence_each(first, sequences):
         return ShardContents(tokens, _TYPES[kind], pointers, lengths)
     starts, joined = _join(in_memory(lengths, np.int64), in_memory(pointers, np.int64), first, _TYPES[kind])
@@ -58,16 +58,13 @@ def _check_modes(path: str, place: int, sequences: int, size: int) -> None:
         raise UserError(f"{path}: {size:,} bytes, and its sequences take {place:,}: it is damaged, copy it again")
 
 
-def _check_end(path: str, tokens: str, lengths: DiskArray, pointers: DiskArray, width: int) -> None:
-    """Raise UserError if tokens follow the last sequence, of an index of all tokens before: it is of another .bin."""
-    last, size = len(lengths) - 1, stamp_of(tokens).size
-    if last < 0:
-        return
-    with opened(path) as file:
-        end = int(pointers.read(file, last, last + 1)[0]) + width * int(lengths.read(file, last, last + 1)[0])
-    if end < size and end == width * sum(int(part.sum(dtype=np.int64)) for part in chunks(lengths, _AT_ONCE)):
-        ends = f"its sequences end at byte {end:,}, but {tokens} has {size:,} bytes"
-        raise UserError(f"{path}: {ends}: they do not belong together, copy or write both again")
+def _check_size(path: str, tokens: str, lengths: DiskArray, dtype: str) -> None:
+    """Raise UserError if the .bin has more or fewer tokens than the index describes: writers leave no gaps in it."""
+    count = sum(int(part.sum(dtype=np.int64)) for part in chunks(lengths, _AT_ONCE))
+    size, expected = stamp_of(tokens).size, count * np.dtype(dtype).itemsize
+    if size != expected:
+        what = f"its {count:,} tokens of {dtype} take {expected:,}, but {tokens} has {size:,} bytes"
+        raise UserError(f"{path}: {what}: they do not belong together, copy or write both again")
 
 
 def _one_sequence_each(first: DiskArray, sequences: int) -> bool:
