@@ -8,12 +8,14 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from pretraining.config.extension import Watcher
 from pretraining.config.variants import model_shape
+from pretraining.data.stream import Stream
 from pretraining.extensions.history import FILE_NAME
 from pretraining.run.training_run import TrainingRun
 
@@ -28,12 +30,16 @@ class History(Watcher):
         self._run = run
 
     def prepare(self) -> None:
-        """Append a line, or begin a new file where the run starts at step 0."""
+        """Append a line, or begin a new file where the run starts at step 0; print which held-out data changed."""
         run = self._run
         if not run.metrics:
             return
-        with run.metrics.named(), (run.config.run_folder / FILE_NAME).open("a" if run.start_step else "w") as file:
-            file.write(json.dumps(start_of(run)) + "\n")
+        path, now = run.config.run_folder / FILE_NAME, start_of(run)
+        with run.metrics.named():
+            for note in held_out_changes(last_start(path), now) if run.start_step else ():
+                run.print(note)
+            with path.open("a" if run.start_step else "w") as file:
+                file.write(json.dumps(now) + "\n")
 
 
 def start_of(run: TrainingRun) -> dict[str, Any]:
@@ -48,7 +54,37 @@ def start_of(run: TrainingRun) -> dict[str, Any]:
         "versions": {"python": sys.version.split()[0], **versions()},
         "devices": f"{run.engine.mesh.size} x {run.engine.device_name}{mesh and ': '}{mesh}, {run.engine.name} engine",
         "parameters": model_shape(run.config).parameters,
+        "held_out": {split: contents(stream) for split, stream in run.streams.items() if split != "train"},
     }
+
+
+def contents(stream: Stream) -> list[str]:
+    """Return a description of each dataset that is read from shards, which changes with its documents."""
+    mixture = stream.state(0)["mixture"]
+    return [
+        f"{row['documents']:,} documents, {row['tokens']:,} tokens (content {mixture[row['name']]['fingerprint'][:8]})"
+        for row in stream.facts["datasets"]
+        if row["name"] in mixture
+    ]
+
+
+def last_start(path: Path) -> dict[str, Any]:
+    """Return the newest start that the file holds; empty if there is none that can be read."""
+    try:
+        start = json.loads(path.read_text().splitlines()[-1])
+    except (FileNotFoundError, IndexError, ValueError):
+        return {}
+    return start if isinstance(start, dict) else {}
+
+
+def held_out_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a note for each split that both starts evaluate, on other documents: its losses are not comparable."""
+    for split in before.get("held_out", {}).keys() & now["held_out"].keys():
+        old, new = before["held_out"][split], now["held_out"][split]
+        if old != new:
+            loss = "val_loss" if split == "valid" else "test_loss"
+            changed = f"{' + '.join(old) or 'none'} at the last start, {' + '.join(new) or 'none'} now"
+            yield f"note: the {split} data changed: {changed}; {loss} from here on does not continue the earlier one"
 
 
 def versions() -> dict[str, str]:
