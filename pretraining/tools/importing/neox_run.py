@@ -218,7 +218,9 @@ def _half(value: Any, source: ForeignConfig) -> Conversion:
 
 
 def _epochs(value: Any, source: ForeignConfig) -> Conversion:
-    """NeoX counts the steps of the epochs when it has the data (`megatron/data/data_utils.py`)."""
+    """NeoX counts the steps of the epochs when it has the data, and refuses both (`megatron/data/data_utils.py`)."""
+    if value and source.values.get("train_iters") and not source.has_flag("num_steps", "num_epochs"):
+        return unsupported_value("with train_iters, which NeoX refuses too: remove one of the two")
     known = source.values.get("train_iters") or source.values.get("lr_decay_iters")
     is_constant = str(source.get("lr_decay_style")).lower() == "constant" and not source.get("warmup")
     if not (known or is_constant or source.has_flag("num_steps", "lr_decay_steps", "lr_schedule")):
