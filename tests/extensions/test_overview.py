@@ -99,3 +99,14 @@ def test_the_groups_of_hsdp_are_named_where_there_are_data_parallel_ranks() -> N
     (line,) = notes(config, model_shape(config), Mesh(shard=4), "torch", "a host has 4 devices")
     assert line.startswith("hsdp: 1 group of 4, because a host has 4 devices")
     assert not notes(config, model_shape(config), Mesh(stage=2, context=2), "torch", "a host has 4 devices")
+
+
+@pytest.mark.parametrize("warmup", [0, 10])
+def test_a_constant_part_that_leaves_no_step_for_the_cosine_is_named(warmup: int) -> None:
+    """It is where no rate after the warm-up is between the peak and the floor."""
+    for constant in range(80, 103):
+        sizes: dict[str, Any] = {"num_steps": 100, "lr_warmup_steps": warmup, "lr_constant_steps": constant}
+        config = CONFIGURATION(model_variant="tiny", lr_schedule="cosine", learning_rate=1.0, min_lr=0.1, **sizes)
+        decays = any(0.1 < learning_rate(config, step) < 1.0 for step in range(warmup + 1, 100))
+        lines = notes(config, model_shape(config), Mesh(), "torch")
+        assert [line.split(":")[0] for line in lines] == ([] if decays else [f"lr_constant_steps={constant}"])

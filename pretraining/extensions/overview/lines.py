@@ -18,7 +18,7 @@ from pretraining.extensions.milestones import milestone_steps
 from pretraining.extensions.state_bytes import state_bytes
 from pretraining.extensions.units import amount, describe_micro_batches, flop, size
 from pretraining.optim.precision import precision_of
-from pretraining.optim.schedule import learning_rate
+from pretraining.optim.schedule import learning_rate, warmup_steps
 from pretraining.parallel.engine import Engine
 from pretraining.parallel.mesh import Mesh, kv_repeats
 from pretraining.parallel.recompute import model_mask
@@ -187,7 +187,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def notes(config: TrainConfig, shape: ModelShape, mesh: Mesh, engine: str, linked: str = "") -> list[str]:
-    """Return a line for each parallelism setting that has another effect than its name says.
+    """Return a line for each setting of schedule or parallelism that has another effect than its name says.
 
     linked: why devices have fast links between them.
     """
@@ -195,6 +195,10 @@ def notes(config: TrainConfig, shape: ModelShape, mesh: Mesh, engine: str, linke
     if config.sharding_strategy == "hsdp" and not config.sharding_group_size and linked and mesh.data_ranks > 1:
         groups = f"{counted(mesh.replica, 'group')} of {mesh.shard}"
         lines.append(f"hsdp: {groups}, because {linked}; see --sharding_group_size")
+    decay = (config.lr_decay_steps or config.num_steps) - warmup_steps(config) - config.lr_constant_steps
+    if config.lr_constant_steps and decay <= 1:  # the cosine's first step is at the peak
+        falls = "the learning rate falls from its peak to min_lr at once"
+        lines.append(f"lr_constant_steps={config.lr_constant_steps}: leaves no step for the cosine, {falls}")
     if config.sequence_parallel and mesh.tensor == 1:
         lines.append("sequence_parallel: off, because tensor_parallel_size is 1")
     if config.sharding_strategy in ("zero1", "zero2") and mesh.shard * mesh.context == 1:
