@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
 from difflib import get_close_matches
 from enum import Enum
 from types import NoneType
@@ -103,6 +103,11 @@ class Needs(NamedTuple):
 
     name: str
     value: str | None = None
+
+    def is_met(self, config: Any) -> bool:
+        """Whether the other setting has that value."""
+        actual = getattr(config, self.name)
+        return actual == self.value if self.value else actual != settings_of(type(config))[self.name].default
 
 
 # A condition on the value of one setting. `requirement` names the values that it accepts, as the end of the sentence
@@ -199,14 +204,11 @@ def settings_of(configuration: type) -> dict[str, Setting]:
     """Return the settings of a dataclass by name, in their order. Callers do not change it."""
     if configuration not in _DECLARED:
         hints = get_type_hints(configuration, include_extras=True)
-        declared = fields(configuration)
-        _DECLARED[configuration] = {
-            field.name: _setting(configuration, field.name, hints[field.name], field.default) for field in declared
-        }
+        _DECLARED[configuration] = {f.name: _setting(configuration, f, hints[f.name]) for f in fields(configuration)}
     return _DECLARED[configuration]
 
 
-def _setting(configuration: type, name: str, hint: Any, default: Any) -> Setting:
+def _setting(configuration: type, field: Field[Any], hint: Any) -> Setting:
     """Read one annotation: `T`, `T | None`, `Literal[...]`, or `Annotated` of one of them with its markers."""
     markers = getattr(hint, "__metadata__", ())
     constraint = next((marker for marker in markers if isinstance(marker, Constraint)), None)
@@ -218,10 +220,10 @@ def _setting(configuration: type, name: str, hint: Any, default: Any) -> Setting
     kinds = set(get_args(hint) or (hint,))
     (kind,) = kinds - {NoneType}
     return Setting(
-        name=name,
+        name=field.name,
         kind=kind,
         optional=NoneType in kinds,
-        default=default,
+        default=field.default,
         constraint=constraint,
         needs=next((marker for marker in markers if isinstance(marker, Needs)), None),
         resume=next((marker for marker in markers if isinstance(marker, Resume)), Resume.NOTE),

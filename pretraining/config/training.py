@@ -363,8 +363,8 @@ class TrainConfig(Settings):
         return {}
 
     def accepts(self, name: str, before: object) -> bool:
-        """Whether a run may continue that was trained with another value `before` of a setting."""
-        return False
+        """Whether a run may continue that was trained with another value `before` of a setting: it has no effect."""
+        return bool((needs := settings_of(type(self))[name].needs) and not needs.is_met(self))
 
     @property
     def facts(self) -> dict[str, str]:

@@ -15,6 +15,8 @@ from pretraining.config.declaration import settings_of
 from pretraining.config.errors import Problem, UnknownValueError
 from pretraining.config.training import TrainConfig
 
+# Earlier versions accepted such a setting. The name of a run's folder depends on it unless --run_name is set.
+LEAVE_OUT = " (a run that was saved with it continues without it; give its folder as --log_dir)"
 Check = Callable[[TrainConfig], Iterable[Problem]]  # a rule across settings; rooms export theirs as CHECKS
 
 
@@ -40,12 +42,11 @@ def check_needs(config: TrainConfig) -> Iterator[Problem]:
     settings = settings_of(type(config))
     for name, setting in settings.items():
         with suppress(UnknownValueError):
-            if setting.needs and getattr(config, name) != setting.default:
+            if setting.needs and getattr(config, name) != setting.default and not setting.needs.is_met(config):
                 other, value = setting.needs
-                actual, default = getattr(config, other), settings[other].default
-                if actual == default if value is None else actual != value:
-                    remedy = f"needs --{other}{(value and f'={value}') or ''}; set it too, or remove this flag"
-                    yield problem(config, name, remedy, is_missing=actual == default)
+                remedy = f"needs --{other}{(value and f'={value}') or ''}; set it too, or remove this flag"
+                remedy += LEAVE_OUT * (name in config.matching_settings)
+                yield problem(config, name, remedy, is_missing=getattr(config, other) == settings[other].default)
 
 
 def problem(config: TrainConfig, name: str, remedy: str, is_missing: bool = False) -> Problem:

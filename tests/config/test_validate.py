@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from main_training import CHECKS, CONFIGURATION
-from pretraining.checkpoint.compatibility import saved_config
+from pretraining.checkpoint.compatibility import check_resume, saved_config
 from pretraining.config.declaration import Above, AtLeast, OneOf, Resume, Setting, settings_of
 from pretraining.config.errors import ConfigError
 from pretraining.config.flags import read_values
@@ -242,6 +242,20 @@ def test_settings_of_a_rope_scaling_that_is_not_chosen_are_refused() -> None:
     given = {"use_dummy_dataset": True, "rope_scaling_factor": 4.0, "rope_low_freq_factor": 2.0}
     problems = read_values(given, CHECKS, CONFIGURATION)[1]
     assert {problem.subject for problem in problems} == {"--rope_scaling_factor=4.0", "--rope_low_freq_factor=2.0"}
+    assert all("a run that was saved with it continues without it; give its folder" in it.remedy for it in problems)
+
+
+def test_a_run_that_was_saved_with_a_setting_without_effect_continues_without_it() -> None:
+    scaled: dict[str, Any] = {"rope_scaling_factor": 4.0}
+    check_resume(vars(CONFIGURATION(**scaled)), CONFIGURATION())
+    for scaling in ("linear", "llama3"):
+        for before, now in ((scaled, {}), ({}, scaled)):
+            with pytest.raises(ConfigError, match=r"rope_scaling_factor=.* the checkpoint was trained with"):
+                saved = CONFIGURATION(rope_scaling_type=scaling, **before)
+                check_resume(vars(saved), CONFIGURATION(rope_scaling_type=scaling, **now))
+    for old, new in (("none", "linear"), ("linear", "none")):
+        with pytest.raises(ConfigError, match=r"rope_scaling_type=.* the checkpoint was trained with"):
+            check_resume(vars(CONFIGURATION(rope_scaling_type=old, **scaled)), CONFIGURATION(rope_scaling_type=new))
 
 
 # ---- selective_checkpointing

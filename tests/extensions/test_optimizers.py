@@ -241,3 +241,22 @@ def test_arguments_that_a_run_did_not_have_before_are_refused_with_its_empty_val
     with pytest.raises(ConfigError, match=r"momentum=0\.9 +the checkpoint was trained with an empty value; use that"):
         check_resume(vars(before), now)
     assert not check_resume(vars(before), before)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "text", "left"),
+    [
+        ("sgd", "nesterov=True", ""),
+        ("sgd", "momentum=0.9,nesterov=True", "nesterov=True,momentum=0.9"),
+        ("novograd", "luc_trust=0.5,beta1=0.9", "beta1=0.9"),
+    ],
+)
+def test_a_run_that_was_saved_with_an_argument_without_effect_continues_without_it(
+    optimizer: str, text: str, left: str
+) -> None:
+    before, now = (config(optimizer=optimizer, optimizer_args=arguments) for arguments in (text, left))
+    check_resume(vars(before), now)
+    for other in ("momentum=0.5", "beta1=0.5"):
+        if other.partition("=")[0] in now.hyperparameters.arguments:
+            with pytest.raises(ConfigError, match="the checkpoint was trained with"):
+                check_resume(vars(before), config(optimizer=optimizer, optimizer_args=other))

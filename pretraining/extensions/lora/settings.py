@@ -124,10 +124,7 @@ class LoraConfig(TrainConfig):
         return super().resolved() | {"lora_target_modules": ",".join(name.rpartition(".")[2] for name in adapted(self))}
 
     def accepts(self, name: str, before: object) -> bool:
-        """See TrainConfig: without adapters their scale means nothing. The last norm was norm, which is every norm now,
-        as in PEFT."""
-        if name in SCALE and not self.lora_rank:
-            return True
+        """See TrainConfig. The last norm was norm, which is every norm now, as in PEFT."""
         if name != "lora_modules_to_save":
             return super().accepts(name, before)
         now = [word.replace("model.norm", "norm") for word in comma_separated(self.lora_modules_to_save)]

@@ -15,7 +15,7 @@ from pretraining.config.declaration import Grammar, Resume, settings_of
 from pretraining.config.errors import Problem
 from pretraining.config.optimizers import ADAM, FLAGS, Hyperparameters
 from pretraining.config.training import TrainConfig
-from pretraining.config.validate import problem
+from pretraining.config.validate import LEAVE_OUT, problem
 
 # Argument -> the one without which it does nothing. Its default is accepted: configurations of others list everything.
 _NEEDS = {"dampening": "momentum", "nesterov": "momentum", "luc_trust": "luc", "luc_eps": "luc"}
@@ -81,6 +81,12 @@ def is_like(value: Any, default: Any) -> bool:
     return isinstance(value, int) if isinstance(default, int) else isinstance(value, int | float)
 
 
+def arguments_in_effect(text: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an optimizer: its `defaults`, replaced by those of `text` that have an effect."""
+    arguments = {**defaults, **parse_arguments(text)}
+    return arguments | {name: defaults.get(name) for name, other in _NEEDS.items() if not arguments.get(other)}
+
+
 ARGUMENTS = Grammar(parse_arguments, "name=value, comma-separated, such as momentum=0.9,nesterov=True")
 
 
@@ -103,6 +109,13 @@ class OptimizersConfig(TrainConfig):
         """See TrainConfig."""
         chosen = super().hyperparameters
         return chosen._replace(arguments={**chosen.arguments, **parse_arguments(self.optimizer_args)})
+
+    def accepts(self, name: str, before: object) -> bool:
+        """See TrainConfig: arguments without effect may differ."""
+        if name != "optimizer_args":
+            return super().accepts(name, before)
+        defaults = self.optimizers()[self.optimizer].arguments
+        return arguments_in_effect(str(before), defaults) == arguments_in_effect(self.optimizer_args, defaults)
 
     @property
     def matching_settings(self) -> list[str]:
@@ -168,7 +181,7 @@ def check_idle_arguments(config: OptimizersConfig) -> Iterator[Problem]:
     arguments = {**defaults, **parse_arguments(config.optimizer_args)}
     for name, other in _NEEDS.items():
         if name in defaults and arguments[name] != defaults[name] and not arguments[other]:
-            remedy = f"has no effect with {other}={arguments[other]}; set {other} too, or remove {name}"
+            remedy = f"has no effect with {other}={arguments[other]}; set {other} too, or remove {name}{LEAVE_OUT}"
             yield Problem(f"--optimizer_args={name}={arguments[name]}", remedy)
 
 
