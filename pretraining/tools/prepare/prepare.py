@@ -259,6 +259,7 @@ def _claimed(output: Path, plan: dict[str, Any]) -> Iterator[None]:
         return
     lock = _lock(output / RECORDS)
     try:
+        _refuse_other_division(output, "")
         _claim(output, plan)
         yield
     finally:
@@ -298,7 +299,7 @@ def _claim(output: Path, plan: dict[str, Any]) -> None:
 @contextmanager
 def _claimed_together(output: Path, plan: dict[str, Any], part: str) -> Iterator[None]:
     """Write the plan into the output folder, as other parts may do at the same time. UserError as above, and if another
-    process prepares this part."""
+    process prepares this part, or one of another number of parts."""
     for _ in range(10 * _OTHER_PART):
         if not output.is_dir() or not any(output.iterdir()) or (output / PLAN).is_file():
             break
@@ -306,12 +307,20 @@ def _claimed_together(output: Path, plan: dict[str, Any], part: str) -> Iterator
     _refuse_other(output, plan)
     lock = FolderLock(output / RECORDS / part.replace("/", "-of-"), "part")
     try:
+        _refuse_other_division(output, part)
         for folder in SPLIT_FLAGS:
             (output / folder).mkdir(parents=True, exist_ok=True)
         write_atomically(output / PLAN, json.dumps(plan, indent=2) + "\n")
         yield
     finally:
         lock.release()
+
+
+def _refuse_other_division(output: Path, part: str) -> None:
+    """Raise UserError if a process prepares a part I/N of another N than `part`, whose shards are partly the same."""
+    for folder in (output / RECORDS).glob("*-of-*"):
+        if folder.name.rpartition("-")[2] != part.partition("/")[2]:
+            FolderLock(folder, "part").release()
 
 
 def _refuse_other(output: Location, plan: dict[str, Any]) -> None:
