@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pretraining import train
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.data import Prefetcher, open_stream
 from pretraining.data.layouts import FLAGS, RECORDS
@@ -26,7 +27,7 @@ from pretraining.extensions.object_storage.store import OBJECTS
 from pretraining.run.configure import configure
 from pretraining.storage import StorageError, location, stamp_of
 from tests.data.corpora import numbered, rows, settings, write_flat, write_lists, write_megatron, write_parquet
-from tests.end_to_end.small import ROOT
+from tests.end_to_end.small import MODEL, ROOT
 from tests.object_storage import KEYS, FaultProxy, GoogleStorage, upload
 from tests.processes import call
 from tests.waiting import PATIENCE, wait_until
@@ -79,6 +80,22 @@ def test_data_in_google_storage_are_read_in_the_version_that_was_opened(tmp_path
         path.unlink()
     with pytest.raises(UserError, match=r"^gs://bucket/order: "):
         open_stream(remote)
+
+
+@pytest.mark.slow
+def test_a_cache_of_data_that_are_local_is_said_to_have_no_effect(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_lists(tmp_path / "data" / "s0", [list(range(2, 42))] * 60)
+    flags = {**MODEL, "data_path": tmp_path / "data", "index_dir": tmp_path / "index", "log_dir": tmp_path / "run"}
+    flags |= {"engine": "torch", "device": "cpu", "mixed_precision": False, "global_batch_size": 2, "batch_size": 1}
+    train({**flags, "num_steps": 1, "sep_token": -1, "data_cache_dir": tmp_path / "cache", "data_cache_gib": 2})
+    output = capsys.readouterr().out
+    assert all(f"\n{name}: no effect without data in" in output for name in ("data_cache_dir", "data_cache_gib"))
+    local = settings(tmp_path / "data", data_cache_gib=2.0)
+    remote: Any
+    for remote in (replace(local, data_path="s3://bucket/data"), replace(local, valid_data_path="gs://bucket/data")):
+        assert not remote.unused_cache
 
 
 @pytest.mark.parametrize("fields", [{}, {"verify_data": "off", "data_cache_gib": 1e-5}])

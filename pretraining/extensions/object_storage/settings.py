@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from pretraining.config.declaration import PER_HOST, Above, Resume
+from pretraining.config.declaration import PER_HOST, Above, Resume, settings_of
+from pretraining.config.grammar import OBJECT_STORAGE
 from pretraining.config.training import TrainConfig
 
 
@@ -20,6 +21,15 @@ class ObjectStorageConfig(TrainConfig):
     data_cache_gib: Annotated[float, Above(0), Resume.FREE, PER_HOST] = 1.0
     """GiB of data in object storage that are kept in data_cache_dir, or in the memory of each process. Where it has
     room for a block of documents of every logical shard, each block is read once per epoch."""
+
+    @property
+    def unused_cache(self) -> list[str]:
+        """The settings of the cache that have a value of their own, where no data are in object storage."""
+        folders = () if self.use_dummy_dataset else (self.data_path, self.valid_data_path, self.test_data_path)
+        if any(folder.startswith(OBJECT_STORAGE) for folder in folders):
+            return []
+        settings, names = settings_of(type(self)), ("data_cache_dir", "data_cache_gib")
+        return [name for name in names if getattr(self, name) != settings[name].default]
 
     def output_folders(self) -> tuple[str, ...]:
         """See TrainConfig."""
