@@ -311,6 +311,36 @@ def test_the_end_of_a_document_is_exported_as_the_special_token_that_the_data_ha
     assert json.loads(files["tokenizer_config.json"])["eos_token"] == "<eos>"
 
 
+@pytest.mark.parametrize(("names", "own", "pad"), [
+    (["<|end_of_text|>", "<pad>"], None, "<pad>"),
+    (["[PAD]", "<|end_of_text|>", "<filler>"], "<filler>", "<filler>"),  # the file pads with it
+    (["<|end_of_text|>"], None, None),
+])  # fmt: skip
+def test_transformers_generates_a_padded_batch_where_the_tokenizer_of_the_run_has_padding(
+    names: list[str], own: str | None, pad: str | None, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    path = tmp_path / "tokenizer.json"
+    model = write_byte_level(path, [Path(__file__).read_text()], 300, names)
+    if own:
+        model.enable_padding(pad_id=model.token_to_id(own), pad_token=own)
+        model.save(str(path))
+    run = saved(tmp_path / "run", tokenizer_path=str(path), vocab_size=model.get_vocab_size())
+    exported = to_huggingface(open_checkpoint(run), tmp_path / "hf")
+    theirs = transformers.AutoTokenizer.from_pretrained(exported, padding_side="left")
+    assert theirs.pad_token == pad
+    network = transformers.AutoModelForCausalLM.from_pretrained(exported).eval()
+    assert network.generation_config.pad_token_id == (model.token_to_id(pad) if pad else None)
+    if pad:
+        texts = ["def main", "def main(a, b) -> None:"]
+        together = network.generate(
+            **theirs(texts, padding=True, return_tensors="pt"), max_new_tokens=4, do_sample=False
+        )
+        for text, row in zip(texts, together, strict=True):
+            alone = network.generate(**theirs(text, return_tensors="pt"), max_new_tokens=4, do_sample=False)
+            assert row[-4:].tolist() == alone[0, -4:].tolist()
+
+
 @pytest.mark.slow
 def test_transformers_reads_an_exported_tokenizer_without_sentencepiece_and_protobuf(tmp_path: Path) -> None:
     pytest.importorskip("transformers")

@@ -20,6 +20,8 @@ from pretraining.tools.convert.tokenizer_json import BPE, UNIGRAM, parse_model, 
 from pretraining.tools.prepare.chat import end_of_turn, find_template
 
 FAST = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}  # reads tokenizer.json
+# Padding in tokenizers of Hugging Face's models; transformers pads a batch of texts only where one is named
+PADDING = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>")
 
 
 def export_tokenizer(path: str) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -81,8 +83,13 @@ def _tokenizer_json(path: Location) -> tuple[dict[str, int], dict[str, Any]]:
     """Return the special ids and the tokenizer_config.json of a tokenizer.json."""
     from pretraining.extensions.tokenizers.tokenizer import END_OF_DOCUMENT
 
-    added = read_json(path).get("added_tokens") or []
+    described = read_json(path)
+    added = described.get("added_tokens") or []
     known = {token["content"]: token["id"] for token in added}
     special = [token["content"] for token in added if token["special"]]  # first, as the tokenizer of the data has it
     end = next((token for names in (special, known) for token in END_OF_DOCUMENT if token in names), None)
-    return ({"eos": known[end]}, {**FAST, "eos_token": end}) if end else ({}, FAST)
+    own = (described.get("padding") or {}).get("pad_token")
+    pad = next((token for token in (own, *PADDING) if token in known), None)
+    names = {kind: token for kind, token in (("eos", end), ("pad", pad)) if token}
+    usage = {f"{kind}_token": token for kind, token in names.items()}
+    return {kind: known[token] for kind, token in names.items()}, {**FAST, **usage}
