@@ -74,8 +74,8 @@ def train(
     with starting():
         from pretraining.run import start  # imports torch, which takes 3 s
 
-        checkpoint, fingerprints = start.check_inputs(config, data)
-    configuring.compare_processes(config, fingerprints, extensions)
+        checkpoint, datasets = start.check_inputs(config, data)
+    configuring.compare_processes(config, datasets, extensions)
 
     with starting():
         from pretraining.checkpoint.checkpoints import Checkpoints
@@ -88,7 +88,7 @@ def train(
         engine = open_engine(config)
 
         # Data: the global batch of step k is a function of (data, config, k). From here on the configuration is final
-        config, streams = start.open_streams(engine, checkpoint, data)
+        config, streams = start.open_streams(engine, checkpoint, data, datasets)
         for extension in extensions:
             extension.opened(config, engine, streams, extensions)
 

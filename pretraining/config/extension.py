@@ -80,9 +80,9 @@ class Extension:
     """Checks of what the run reads and writes, before torch is imported. Each raises UserError; all are reported."""
     stored_data: tuple[Callable[[Any], None], ...] = ()
     """Such checks of data that a caller may replace by data of its own."""
-    agree: Callable[[Any, Mapping[str, str]], None] | None = None
-    """Compare the configuration, and fingerprints of the data by name, with those of the run's other processes, before
-    a device is opened. Raises UserError."""
+    agree: Callable[[Any, Mapping[str, Any]], None] | None = None
+    """Compare the configuration, and the list of datasets (data.datasets.Dataset) of each split that is read from
+    shards, with each other and with those of the run's other processes, before a device is opened. Raises UserError."""
     opened: Callable[[Any, Any, Mapping[str, Any], Sequence[Extension]], None] = lambda *_: None
     """Check or print what the configuration, the engine, the streams by split and all extensions decide, before the
     model is built. Raises UserError."""

@@ -42,10 +42,12 @@ def open_stream(
     split: str = "train",
     state: dict[str, Any] | None = None,
     own: Rows | None = None,
+    datasets: list[Dataset] | None = None,
 ) -> Stream:
     """Open the stream of one rank. split: "train", "valid" or "test". state: of an earlier stream, to continue it.
 
-    own: data that are read instead of those that the configuration names; they never end.
+    own: data that are read instead of those that the configuration names; they never end. datasets: of the split, if
+    they were opened before.
     global_batch_size None counts one device per rank: batch_size x world_size x gradient_accumulation_steps.
     UserError (a ValueError) names the flag or path that is wrong, or what changed since `state`.
     """
@@ -54,7 +56,7 @@ def open_stream(
     if own or config.use_dummy_dataset:
         return _open_endless(config, split, rank_slice, fields, state, own)
     source = split_source(config, split)
-    datasets = open_datasets(config, split)
+    datasets = datasets or open_datasets(config, split)
     special = special_tokens(config, datasets)
     files, cache = OpenFiles(), BlockCache()
     ahead = store_of(source.folder).read_ahead(config)
@@ -106,21 +108,20 @@ def refuse_unread(config: TrainConfig, own: Mapping[str, Rows]) -> None:
         raise UserError(f"data={', '.join(unread)}: the run reads no such split: {remedy}")
 
 
-def check_data(config: TrainConfig, own: Mapping[str, Rows] = NO_ROWS) -> dict[str, str]:
-    """Return the fingerprint of every dataset by "SPLIT data NAME".
+def check_data(config: TrainConfig, own: Mapping[str, Rows] = NO_ROWS) -> dict[str, list[Dataset]]:
+    """Return the datasets of every split that is read from shards.
 
     Raises UserError for everything about the run's data that can be known without the number of devices.
     """
     refuse_unread(config, own)
     if config.tokenizer_path and not config.use_dummy_dataset:  # checkpoints record it, also where training reads none
         check_tokenizer(config.tokenizer_path)
-    fingerprints: dict[str, str] = {}
+    datasets: dict[str, list[Dataset]] = {}
     for split in ("train", *config.held_out_splits()):
         stream = open_stream(config, split=split, own=own.get(split))
-        mixture = stream.state(0)["mixture"]
-        fingerprints |= {f"{split} data {name}": entry["fingerprint"] for name, entry in mixture.items()}
+        datasets |= {split: stream.facts["opened"]} if "opened" in stream.facts else {}
         stream.close()
-    return fingerprints
+    return datasets
 
 
 def _slice(config: TrainConfig, rank: int, world_size: int) -> RankSlice:

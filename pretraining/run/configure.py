@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from pretraining.config.errors import ConfigError, Problem, UserError
 from pretraining.config.extension import Extension, FileFlags, configuration_of
@@ -82,11 +83,11 @@ def report_of(extensions: Sequence[Extension]) -> Callable[[UserError], None]:
     return next((extension.report for extension in extensions if extension.report), print_mistake)
 
 
-def compare_processes(config: TrainConfig, fingerprints: Mapping[str, str], extensions: Sequence[Extension]) -> None:
+def compare_processes(config: TrainConfig, datasets: Mapping[str, Any], extensions: Sequence[Extension]) -> None:
     """Raise UserError if the processes of the run differ, where an extension finds that out."""
     for extension in extensions:
         if extension.agree:
-            extension.agree(config, fingerprints)
+            extension.agree(config, datasets)
 
 
 def do_instead(config: TrainConfig, extensions: Sequence[Extension]) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from typing import Any
 
 from pretraining.checkpoint.files import writing_to
 from pretraining.checkpoint.manifest import Facts
@@ -12,6 +13,7 @@ from pretraining.checkpoint.restoring import check_starting_point
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
+from pretraining.data.datasets import Dataset
 from pretraining.data.opening import check_data, open_stream
 from pretraining.data.stream import Rows, Stream
 from pretraining.models.init import VOCABULARIES, on_meta
@@ -23,9 +25,9 @@ from pretraining.parallel.engine import Engine
 CONFIG_FILE = "config.json"
 
 
-def check_inputs(config: TrainConfig, own: Mapping[str, Rows]) -> tuple[Facts | None, dict[str, str]]:
-    """Return the facts of the checkpoint that the run continues from, and the fingerprints of its data, before any
-    device is opened.
+def check_inputs(config: TrainConfig, own: Mapping[str, Rows]) -> tuple[Facts | None, dict[str, list[Dataset]]]:
+    """Return the facts of the checkpoint that the run continues from, and its datasets by split, before any device is
+    opened.
 
     Raises UserError if a checkpoint or the data would stop the run.
     """
@@ -45,21 +47,25 @@ def parameter_shapes(config: TrainConfig) -> dict[str, tuple[int, ...]]:
 
 
 def open_streams(
-    engine: Engine, checkpoint: Facts | None, own: Mapping[str, Rows]
+    engine: Engine, checkpoint: Facts | None, own: Mapping[str, Rows], datasets: Mapping[str, list[Dataset]]
 ) -> tuple[TrainConfig, dict[str, Stream]]:
     """Return the final configuration and a stream of every split; that of training follows `checkpoint`.
 
-    The configuration is the engine's, with num_steps lowered to the steps that num_epochs allows.
+    The configuration is the engine's, with num_steps lowered to the steps that num_epochs allows. datasets: those of
+    `check_inputs`, which are not opened again.
     """
     config, state = engine.config, checkpoint.data if checkpoint else None
-    ranks = (engine.data_rank, engine.data_size)
-    train = open_stream(config, *ranks, state=state, own=own.get("train"))
+
+    def opened(split: str, state: dict[str, Any] | None = None) -> Stream:
+        ranks = (engine.data_rank, engine.data_size)
+        return open_stream(config, *ranks, split, state, own.get(split), datasets.get(split))
+
+    train = opened("train", state)
     last_step = None if train.steps is None else (checkpoint.step if checkpoint else 0) + train.steps
     if last_step is not None and last_step < config.num_steps:
         config = replace(config, num_steps=last_step)
-        train = open_stream(config, *ranks, state=state)
-    held_out = {split: open_stream(config, *ranks, split, own=own.get(split)) for split in config.held_out_splits()}
-    return config, {"train": train, **held_out}
+        train = opened("train", state)
+    return config, {"train": train, **{split: opened(split) for split in config.held_out_splits()}}
 
 
 def stream_after(
@@ -78,7 +84,8 @@ def stream_after(
     step, state = (resumed.step, resumed.data) if resumed else (0, None)
     if step == (expected.step if expected else 0):
         return stream
-    stream = open_stream(config, engine.data_rank, engine.data_size, state=state, own=own.get("train"))
+    ranks, datasets = (engine.data_rank, engine.data_size), stream.facts.get("opened")
+    stream = open_stream(config, *ranks, state=state, own=own.get("train"), datasets=datasets)
     if stream.steps is not None and step + stream.steps < config.num_steps:
         raise UserError(
             f"the newest checkpoint is damaged, and from step {step} on num_epochs={config.num_epochs} allows "

@@ -13,7 +13,7 @@ import pytest
 from pretraining.checkpoint.manifest import Facts
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
-from pretraining.data import open_stream
+from pretraining.data import index, open_stream
 from pretraining.run.start import open_streams, stream_after
 from tests.data.corpora import write_flat
 from tests.end_to_end.small import FLAGS, continue_from, figures, reports, train
@@ -34,11 +34,20 @@ def corpus(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_the_steps_of_num_epochs_are_known_before_anything_is_derived(
-    corpus: Path, capsys: pytest.CaptureFixture[str]
+def test_the_steps_of_num_epochs_are_known_before_anything_is_derived_and_a_start_opens_each_shard_once(
+    corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    opened: list[str] = []
+    open_index = index.open_index
+
+    def note(file: index.TokenShard, folder: Path) -> index.ShardIndex:
+        opened.append(file.path)
+        return open_index(file, folder)
+
+    monkeypatch.setattr(index, "open_index", note)
     for epochs, steps in ((1, 7), (2, 15)):  # the second run continues the first
         run(corpus, num_epochs=epochs)
+        assert opened == [str(corpus / "data/0.arrow")] * epochs
         printed = capsys.readouterr().out
         assert f"tokens in {steps} steps" in printed
         assert f"at step {steps}" in next(line for line in printed.splitlines() if line.startswith("learning rate"))
@@ -57,7 +66,7 @@ def test_an_earlier_checkpoint_than_expected_ends_with_the_data_or_is_refused(co
     def checkpoint(step: int, data_step: int) -> Facts:
         return Facts(step=step, tokens_seen=0, data=states.state(data_step), config={}, engine="torch", mesh={})
 
-    final, streams = open_streams(engine, checkpoint(4, 4), {})
+    final, streams = open_streams(engine, checkpoint(4, 4), {}, {})
     assert (final.num_steps, streams["train"].steps) == (7, 3)
     expected: Any = (checkpoint(4, 4), final, engine, streams["train"], {})
     assert stream_after(checkpoint(4, 4), *expected) is streams["train"]

@@ -25,12 +25,12 @@ class HeldOutConfig(TrainConfig):
         return ["valid"] * bool(self.val_interval) + ["test"] * bool(self.test_steps)
 
 
-def compare_splits(config: TrainConfig, fingerprints: Mapping[str, str]) -> None:
+def compare_splits(config: TrainConfig, datasets: Mapping[str, Any]) -> None:
     """Raise UserError if held-out data are trained on; see check_shared_shards."""
     if config.held_out_splits():
         from pretraining.extensions.shared_shards import check_shared_shards  # imports numpy
 
-        check_shared_shards(config, fingerprints)
+        check_shared_shards(config, datasets)
 
 
 def watch(run: Any) -> Watcher | None:

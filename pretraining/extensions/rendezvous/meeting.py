@@ -20,7 +20,7 @@ from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pretraining.config.declaration import PER_HOST, settings_of
 from pretraining.config.errors import UserError
@@ -38,6 +38,9 @@ from pretraining.parallel.processes import (
     raise_process_error,
     read_processes,
 )
+
+if TYPE_CHECKING:
+    from pretraining.data.datasets import Dataset
 
 GRACE = 5.0  # s after which a process prints its mistake, although not all processes have come
 STAY = 60.0  # s for which it stays, so that those that come later hear of it
@@ -80,10 +83,10 @@ class Verdict(NamedTuple):
     is_printed: bool = False
 
 
-def compare(config: TrainConfig, data: Mapping[str, str]) -> None:
+def compare(config: TrainConfig, datasets: Mapping[str, Sequence[Dataset]]) -> None:
     """Raise PeersError or NoPeersError unless all processes have the same settings, code and data and no mistake.
 
-    data: fingerprints by name. Waits for the others for collective_timeout seconds. Raises ProcessError where a
+    datasets: by split. Waits for the others for collective_timeout seconds. Raises ProcessError where a
     scheduler has started several processes, each of which would be a run of its own.
     """
     from pretraining.parallel.select import choose_engine
@@ -91,7 +94,8 @@ def compare(config: TrainConfig, data: Mapping[str, str]) -> None:
     processes = find_processes(is_xla=choose_engine(config)[0] == "xla")
     if processes.world_size > 1:
         _check_own_name(processes)
-        member = Member(socket.gethostname(), compared_settings(config) | code_facts() | dict(data))
+        data = {f"{split} data {each.name}": each.fingerprint for split in datasets for each in datasets[split]}
+        member = Member(socket.gethostname(), compared_settings(config) | code_facts() | data)
         _Meeting(processes, config.collective_timeout).hold(member)
     elif not read_processes().is_launched and (job := describe_job()):
         raise ProcessError(f"{job}, and each would train alone, because RANK is not set. {APART}")

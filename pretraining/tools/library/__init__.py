@@ -71,7 +71,7 @@ class Training:
         refuse_unread(config, data or {})
         compare_processes(config, {}, extensions)
         self.engine = open_engine(config)
-        self.config, self.streams = open_streams(self.engine, None, data or {})
+        self.config, self.streams = open_streams(self.engine, None, data or {}, {})
         self.trainee = self.engine.place((model.build if model else build or build_model)(self.config))
         self._peers, self._buffer = Peers(timeout=self.config.collective_timeout), HostBuffer()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
