@@ -111,5 +111,5 @@ def describe_settings(
     for name, raw in flags.items():
         sources[name] = origins.get(name, "scripts/train.sh") if is_script_setting(name, raw) else origin
     words = {name: without_credentials(f"--{name}={value}") for name, value in changed.items()}
-    width = max(map(len, words.values()), default=0)
+    width = min(max(map(len, words.values()), default=0), 80)  # PEFT may name the projections of all layers
     return [f"{word:<{width}}  {without_credentials(sources[name])}" for name, word in words.items()]

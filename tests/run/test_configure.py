@@ -12,6 +12,7 @@ import pytest
 from main_training import CHECKS, CONFIGURATION, main, train
 from pretraining.config.errors import UserError
 from pretraining.config.flags import run
+from pretraining.run.configure import describe_settings
 from tests.selection import needs
 from tests.tools.importing.files import put, tree, write
 
@@ -151,3 +152,11 @@ def test_an_import_report_begins_with_what_is_unsupported_and_what_is_different(
     order = [re.findall(r" {2}(unsupported|different|implied|mapped|ignored)(?: |$)", line)[:1] for line in lines]
     places = [{"unsupported": 0, "different": 1, "implied": 2}.get(status[0], 3) for status in order if status]
     assert places == sorted(places) and set(places) == {0, 1, 2, 3}
+
+
+def test_a_long_value_does_not_push_the_origins_of_all_others_away() -> None:
+    # PEFT writes the path of every projection into an adapter, 30 characters for each of a model's hundreds
+    flags = {"tokenizer_path": "x" * 200, "seq_length": 64}
+    lines = describe_settings(CONFIGURATION(**flags), flags, {}, "command line")
+    assert f"--tokenizer_path={'x' * 200}  command line" in lines
+    assert "--seq_length=64".ljust(80) + "  command line" in lines
