@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 
 import torch
@@ -51,6 +52,10 @@ def newest_checkpoint(path: Location, allow_remote: bool = True) -> Location:
     more = ""
     if local := config.get("ckpt_local_path"):
         more = f"; --ckpt_local_path={local} of its hosts may have one"
+    elif any(form.recognizes(path) for form in CHECKPOINT_FORMATS):
+        more = f"; python -m pretraining.tools.convert {shlex.quote(str(path))} TARGET makes one of the weights in it"
+    elif (path / "adapter_config.json").is_file():
+        more = "; it has an adapter of PEFT's: give it as --lora_load_path, and the model as --ckpt_load_path"
     elif "ckpt_save_path" not in config:  # not a run
         more = "; Hugging Face's folders need safetensors; python -m pretraining.tools.convert reads other trainers'"
     raise UserError(f"{path}: holds no committed checkpoint (a step_N folder with its marker); searched {places}{more}")

@@ -316,16 +316,21 @@ def test_another_tokenizer_than_that_of_the_runs_data_is_refused(
         (["{run}", "--promt=x"], "--promt"),
         (["{run}", "--top_k=--"], "--top_k"),
         (["{other}"], "config.json: ckpt_save_path=3 is no path"),
+        (["{model}"], "; python -m pretraining.tools.convert {model} TARGET makes one of the weights in it"),
+        (["{adapter}"], "an adapter of PEFT's: give it as --lora_load_path"),
     ],
 )
 def test_a_mistake_is_one_clear_error_with_exit_code_2(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: list[str], words: str
 ) -> None:
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "config.json").write_text('{"ckpt_save_path": 3}')
+    files = {"other": '{"ckpt_save_path": 3}', "model": '{"model_type": "llama"}', "adapter": "{}"}
+    for name, text in files.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{'adapter_' * (name == 'adapter')}config.json").write_text(text)
+    folders = {"run": run, "tmp": tmp_path, **{name: tmp_path / name for name in files}}
     try:
-        code: object = main([part.format(run=run, tmp=tmp_path, other=tmp_path / "other") for part in change])
+        code: object = main([part.format(**folders) for part in change])
     except SystemExit as ended:  # as argparse ends
         code = ended.code
     assert code == 2
-    assert words in capsys.readouterr().err
+    assert words.format(**folders) in capsys.readouterr().err

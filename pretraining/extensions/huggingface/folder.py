@@ -35,6 +35,7 @@ from pretraining.storage import Location, size_of
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Saved by old versions, and not parameters
 BUFFERS = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
+STATES = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")  # pickles of transformers' Trainer
 LONGEST_HEADER = 100 << 20  # bytes; safetensors' own limit
 _AT_ONCE = 16 << 20  # bytes of a tensor compared together
 
@@ -84,10 +85,19 @@ def _weight_files(path: Location) -> dict[str, set[str]]:
     if not (path / INDEX).is_file():
         if (path / SINGLE).is_file():
             return {SINGLE: set()}
-        is_pickled = any(file.suffix == ".bin" or file.suffix.startswith(".pt") for file in path.iterdir())
-        remedy = f"convert them: python -m pretraining.tools.convert {shlex.quote(str(path))} TARGET"
-        raise UserError(f"{path}: contains {f'weights as pickles; {remedy}' if is_pickled else 'no weights'}")
+        raise UserError(f"{path}: contains {_pickled_weights(path) or 'no weights'}")
     return files_of_index(path / INDEX, "safetensors")
+
+
+def _pickled_weights(path: Location) -> str:
+    """Return a description of weights that are pickles, with the way to convert them; "" if there are none."""
+    names = sorted(file.name for file in path.iterdir() if re.fullmatch(r"\.bin|\.pt.*", file.suffix))
+    if not (names := [name for name in names if not name.startswith(STATES)]):
+        return ""
+    remedy = f"convert them: python -m pretraining.tools.convert {shlex.quote(str(path))} TARGET"
+    if not any(name.startswith("pytorch_model") or name.endswith(".pt") for name in names):  # litgpt writes model.pth
+        remedy = f"rename {names[0]} to pytorch_model.bin, then {remedy}"
+    return f"weights as pickles; {remedy}"
 
 
 def files_of_index(path: Location, suffix: str) -> dict[str, set[str]]:

@@ -364,6 +364,22 @@ def test_a_folder_of_pickles_is_converted(build: Any, tmp_path: Path) -> None:
     assert_same_function(theirs, folder, tmp_path / "ours")
 
 
+def test_what_is_said_of_pickles_under_other_names_converts_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs, folder = llama(), tmp_path / "hf"
+    theirs.config.save_pretrained(folder)
+    (folder / "training_args.bin").touch()  # as transformers' Trainer, next to the weights
+    assert main([str(folder), str(tmp_path / "ours")]) == 2
+    assert f"{folder}: contains no weights" in capsys.readouterr().err
+    torch.save(theirs.state_dict(), folder / "model.pth")  # as litgpt's convert_from_litgpt
+    assert main([str(folder), str(tmp_path / "ours")]) == 2
+    words = "rename model.pth to pytorch_model.bin, then convert them: python -m pretraining.tools.convert"
+    assert words in capsys.readouterr().err
+    (folder / "model.pth").rename(folder / "pytorch_model.bin")
+    assert_same_function(theirs, folder, tmp_path / "ours")
+
+
 def rewrite(source: Path, target: Path, compression: int, pickle: bytes = b"") -> None:
     """Write the members of a zip archive to another one, with another pickle if one is given."""
     with zipfile.ZipFile(source) as archive, zipfile.ZipFile(target, "w", compression) as other:
