@@ -154,6 +154,8 @@ class ModelDescription:
         elif key == "layer_types":
             if value != ["full_attention"] * (len(value) if isinstance(value, list) else 0):
                 self._refuse(key, value, "only layers of full_attention are supported")
+        elif key == "quantization_config":
+            self._refuse(key, value, "not supported; load it with transformers, and save model.dequantize()")
         elif key in FIXED:
             if value != FIXED[key]:
                 self._refuse(key, value, f"only {FIXED[key]} is supported")
