@@ -186,7 +186,8 @@ class HuggingFaceTokenizer:
         return TracedTokens(encoding.ids, encoding.offsets)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._model.encode_batch(texts, add_special_tokens=False)]
+        # "fast": without the characters of each token, in 0.7 to 0.8 of the time (byte-level BPE, unigram).
+        return [encoding.ids for encoding in self._model.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: list[int], named: bool = False) -> str:
         text: str = self._model.decode(ids, skip_special_tokens=not named)
