@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import struct
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -109,6 +110,16 @@ def test_a_megatron_index_and_its_tokens_must_belong_together(tmp_path: Path) ->
     for kind, size in {5: "int64 take 48,000", 8: "uint16 take 12,000"}.items():  # the type is byte 17 of the header
         index.write_bytes(described[:17] + bytes([kind]) + described[18:])
         assert f"{index}: its 6,000 tokens of {size}, but " in complaint(tmp_path / "data")
+    index.write_bytes(described)
+    count = len(DOCUMENTS)
+    lengths, pointers = (
+        np.frombuffer(described, kind, count, at)[::3] for kind, at in (("<i4", 34), ("<i8", 34 + 4 * count))
+    )
+    numbers = np.arange(len(lengths) + 1)
+    header = described[:18] + struct.pack("<QQ", len(lengths), len(numbers))
+    index.write_bytes(header + lengths.tobytes() + pointers.tobytes() + numbers.tobytes())
+    some = open_stream(settings(tmp_path / "data", global_batch_size=1, seq_length=8))
+    assert some.facts["datasets"][0]["tokens"] == int(lengths.sum()) + len(lengths)  # every third document
     index.write_bytes(described)
     truncate(index.with_suffix(".bin"), 0.9)
     message = complaint(tmp_path / "data")

@@ -40,7 +40,7 @@ def index_megatron(path: str) -> ShardContents:
         raise UserError(f"{path}: {size} bytes do not hold its {sequences:,} sequences: copy the file again")
     _check_modes(path, first.offset + 8 * entries, sequences, size)
     tokens = str(location(path).with_suffix(".bin"))
-    _check_size(path, tokens, lengths, _TYPES[kind])
+    _check_size(path, tokens, lengths, pointers, _TYPES[kind])
     if _one_sequence_each(first, sequences):
         return ShardContents(tokens, _TYPES[kind], pointers, lengths)
     starts, joined = _join(in_memory(lengths, np.int64), in_memory(pointers, np.int64), first, _TYPES[kind])
@@ -58,11 +58,19 @@ def _check_modes(path: str, place: int, sequences: int, size: int) -> None:
         raise UserError(f"{path}: {size:,} bytes, and its sequences take {place:,}: it is damaged, copy it again")
 
 
-def _check_size(path: str, tokens: str, lengths: DiskArray, dtype: str) -> None:
-    """Raise UserError if the .bin has more or fewer tokens than the index describes: writers leave no gaps in it."""
+def _check_size(path: str, tokens: str, lengths: DiskArray, pointers: DiskArray, dtype: str) -> None:
+    """Raise UserError if the .bin has more or fewer tokens than an index of all tokens, of any type, describes.
+
+    Megatron's writers leave no gaps; an index with gaps, of some of the documents, is read as it is.
+    """
     count = sum(int(part.sum(dtype=np.int64)) for part in chunks(lengths, _AT_ONCE))
     size, expected = stamp_of(tokens).size, count * np.dtype(dtype).itemsize
-    if size != expected:
+    if size == expected or not len(lengths):
+        return
+    last = len(lengths) - 1
+    with opened(path) as file:
+        begins, length = (int(array.read(file, last, last + 1)[0]) for array in (pointers, lengths))
+    if begins in {np.dtype(kind).itemsize * (count - length) for kind in _TYPES.values()}:
         what = f"its {count:,} tokens of {dtype} take {expected:,}, but {tokens} has {size:,} bytes"
         raise UserError(f"{path}: {what}: they do not belong together, copy or write both again")
 
