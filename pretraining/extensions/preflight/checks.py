@@ -39,14 +39,17 @@ def check_tokenizer_file(config: TrainConfig) -> None:
 
 
 def check_folder_of(config: TrainConfig, split: str) -> None:
-    """Raise UserError if a local folder of `split` does not exist or is empty."""
-    held_out = {"valid": config.val_interval, "test": config.test_steps}
-    if config.use_dummy_dataset or not config.data_path or not held_out.get(split, True):
+    """Raise UserError if a local folder of `split` does not exist or is empty.
+
+    Held-out data without a folder of their own are in data_path, and reported with the training data.
+    """
+    flag = "data_path" if split == "train" else f"{split}_data_path"
+    is_read = {"train": True, "valid": config.val_interval, "test": config.test_steps}[split]
+    if config.use_dummy_dataset or not (config.data_path and getattr(config, flag) and is_read):
         return
     from pretraining.data.datasets import split_source  # numpy takes 0.2 s
     from pretraining.data.stores.find import find_datasets
 
-    flag = "data_path" if split == "train" else f"{split}_data_path"
     try:
         source = split_source(config, split)
         names = [] if is_remote(str(source.folder)) else find_datasets(source.folder, source.datasets)
@@ -58,21 +61,9 @@ def check_folder_of(config: TrainConfig, split: str) -> None:
             raise UserError(f"{given} is empty; give a folder of token shards")
 
 
-def check_training_folder(config: TrainConfig) -> None:
-    """See check_folder_of."""
-    check_folder_of(config, "train")
-
-
-def check_validation_folder(config: TrainConfig) -> None:
-    """See check_folder_of. What data_path lacks is reported with the training data."""
-    if config.valid_data_path:
-        check_folder_of(config, "valid")
-
-
-def check_test_folder(config: TrainConfig) -> None:
-    """See check_folder_of."""
-    if config.test_data_path:
-        check_folder_of(config, "test")
+FOLDERS: tuple[Callable[[TrainConfig], None], ...] = tuple(
+    partial(check_folder_of, split=split) for split in ("train", "valid", "test")
+)
 
 
 def check_checkpoint_folder(config: TrainConfig) -> None:
@@ -107,7 +98,7 @@ def check_content(config: PreflightConfig) -> None:
     if not config.check or config.use_dummy_dataset or not config.data_path or is_remote(config.data_path):
         return
     try:
-        for check in (check_training_folder, check_validation_folder, check_test_folder, check_tokenizer_file):
+        for check in (*FOLDERS, check_tokenizer_file):
             check(config)
     except UserError:
         return  # reported already
@@ -185,4 +176,4 @@ INPUTS = (
     check_storage,
     check_first_process,
 )
-STORED_DATA = (check_training_folder, check_validation_folder, check_test_folder, check_content)
+STORED_DATA = (*FOLDERS, check_content)
