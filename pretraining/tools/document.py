@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib import import_module
 from inspect import get_annotations
@@ -33,30 +33,22 @@ SETTINGS = settings_of(CONFIGURATION)
 ROOT = Path(__file__).parents[2]
 CONFIGS, DOCS = ROOT / "configs.md", ROOT / "docs"
 REFERENCE, EXTENSIONS, MIGRATING = DOCS / "settings.md", DOCS / "extensions.md", DOCS / "migrating.md"
-PAGES = (CONFIGS, REFERENCE, EXTENSIONS, MIGRATING)
 CHANGED_DATA = "refused unless accept_data_changes is True, because the data or their order would be others"
 
 
-def tables_of(page: Path) -> dict[str, str]:
-    """Return the generated parts of a page by the name in their markers."""
-    if page == CONFIGS:
-        return {"variants": variant_table()}
-    if page == REFERENCE:
-        return {"flags": flag_tables()}
-    if page == EXTENSIONS:
-        return {"extensions": extension_table()}
-    return {"migration": migration_tables(cell, SETTINGS)}
+def filled(page: Path) -> str:
+    """Return the text of a page with a fresh table."""
+    name, table = PAGES[page]
+    return fill_table(page.read_text(encoding="utf-8"), name, table())
 
 
-def fill_tables(text: str, tables: dict[str, str]) -> str:
-    """Return `text` with fresh tables between their markers. Raises ValueError unless each pair is there once."""
-    for name, table in tables.items():
-        begin, end = f"<!-- begin {name}: python -m pretraining.tools.document --write -->", f"<!-- end {name} -->"
-        match = re.fullmatch(f"(.*{re.escape(begin)}\n).*({re.escape(end)}.*)", text, re.DOTALL)
-        if not match or text.count(begin) + text.count(end) != 2:
-            raise ValueError(f"the page must have the line {begin} and, below it, the line {end}, once each")
-        text = f"{match[1]}\n{table}\n\n{match[2]}"
-    return text
+def fill_table(text: str, name: str, table: str) -> str:
+    """Return `text` with a fresh table between its markers. Raises ValueError unless both are there once."""
+    begin, end = f"<!-- begin {name}: python -m pretraining.tools.document --write -->", f"<!-- end {name} -->"
+    match = re.fullmatch(f"(.*{re.escape(begin)}\n).*({re.escape(end)}.*)", text, re.DOTALL)
+    if not match or text.count(begin) + text.count(end) != 2:
+        raise ValueError(f"the page must have the line {begin} and, below it, the line {end}, once each")
+    return f"{match[1]}\n{table}\n\n{match[2]}"
 
 
 def variant_table() -> str:
@@ -165,17 +157,25 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
 
 
+# Page -> the name in its markers, and what makes the table between them
+PAGES: dict[Path, tuple[str, Callable[[], str]]] = {
+    CONFIGS: ("variants", variant_table),
+    REFERENCE: ("flags", flag_tables),
+    EXTENSIONS: ("extensions", extension_table),
+    MIGRATING: ("migration", lambda: migration_tables(cell, SETTINGS)),
+}
+
+
 def main(arguments: list[str]) -> int:
     """Print the pages, or write them. Return exit code 2 for any other argument."""
     if arguments not in ([], ["--write"]):
         print("usage: python -m pretraining.tools.document [--write]", file=sys.stderr)
         return 2
     for page in PAGES:
-        text = fill_tables(page.read_text(encoding="utf-8"), tables_of(page))
         if arguments:
-            page.write_text(text, encoding="utf-8")
+            page.write_text(filled(page), encoding="utf-8")
         else:
-            print(text, end="")
+            print(filled(page), end="")
     if arguments:
         with suppress(ModuleNotFoundError):
             from pretraining.extensions.preflight.defaults import PUBLISHED, published_defaults

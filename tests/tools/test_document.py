@@ -17,7 +17,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS
 from pretraining.parallel.recompute import block_mask, scan_plan
 from pretraining.run import configure as configuring
-from pretraining.tools.document import CONFIGS, MIGRATING, PAGES, ROOT, fill_tables, main, resume_table, tables_of
+from pretraining.tools.document import CONFIGS, MIGRATING, PAGES, ROOT, fill_table, filled, main, resume_table
 from pretraining.tools.help import documented_fields, fields_in, help_text, type_words
 from tests.selection import complete
 
@@ -28,7 +28,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_pages_are_what_the_generator_writes(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert text == fill_tables(text, tables_of(page)), "run python -m pretraining.tools.document --write"
+    assert text == filled(page), "run python -m pretraining.tools.document --write"
 
 
 def anchors(page: Path) -> set[str]:
@@ -142,15 +142,15 @@ def test_a_misspelled_flag_is_named_where_settings_are_declared_outside_the_pack
 
 
 def test_what_is_written_by_hand_is_kept() -> None:
-    fresh = fill_tables(f"before\n{BEGIN}\nthe table before\n{END}\nafter\n", {"t": "new"})
+    fresh = fill_table(f"before\n{BEGIN}\nthe table before\n{END}\nafter\n", "t", "new")
     assert fresh == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
-    assert fill_tables(fresh, {"t": "new"}) == fresh
+    assert fill_table(fresh, "t", "new") == fresh
 
 
 @pytest.mark.parametrize("text", ["", BEGIN, END, f"{END}\n{BEGIN}\n", f"{BEGIN}\n{END}\n{BEGIN}\n{END}"])
 def test_a_page_without_its_markers_is_not_overwritten(text: str) -> None:
     with pytest.raises(ValueError, match="must have the line"):
-        fill_tables(text, {"t": "new"})
+        fill_table(text, "t", "new")
     assert main(["--wirte"]) == 2
 
 
