@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from inspect import get_annotations
 from typing import Any
 
 from pretraining.config.declaration import Above, AtLeast, settings_of
@@ -24,21 +25,7 @@ from pretraining.tools.importing.model_file import model_flags
 from pretraining.tools.importing.settings import FileConfig
 
 # How the configuration was made: no part of the configuration itself.
-ORIGIN = (
-    "config_file",
-    "model_config_path",
-    "import_config",
-    "import_overrides",
-    "import_format",
-    "import_report",
-    "import_strict",
-    "import_lr_steps",
-    "import_pp",
-    "import_only",
-    "source_world_size",
-    "neox_era",
-    "neox_gated_ffn",
-)
+ORIGIN = tuple(get_annotations(FileConfig))
 
 # A flag that makes another field of the file meaningless.
 ALTERNATIVES = (
