@@ -7,7 +7,6 @@ torch's FileSystemReader would run what the pickle .metadata asks for, and compa
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 from collections import Counter
@@ -27,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from pretraining.checkpoint.files import UnreadableError
 from pretraining.config.errors import UserError
+from pretraining.extensions.files import read_json
 from pretraining.tools.convert.unpickling import MALFORMED, StandIn, check_archive, check_depth
 
 METADATA, COMMON = ".metadata", "common.pt"
@@ -93,7 +93,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 def _read_metadata(folder: Path) -> Metadata:
     path = folder / METADATA
     if not path.is_file():
-        kind = json.loads((folder / "metadata.json").read_text()).get("sharded_backend", "unknown")
+        kind = read_json(folder / "metadata.json").get("sharded_backend", "unknown")
         remedy = "write it in Hugging Face's format with NeMo's scripts/checkpoint_converters first"
         raise UserError(f"{folder}: a distributed checkpoint of the kind {kind}, only torch_dist is read: {remedy}")
     try:

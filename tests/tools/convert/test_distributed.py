@@ -87,9 +87,9 @@ def forget_a_box(path: Path) -> None:
     path.write_bytes(pickle.dumps(metadata))
 
 
-def make_zarr(folder: Path) -> None:
+def make_zarr(folder: Path, description: str = '{"sharded_backend": "zarr", "sharded_backend_version": 1}') -> None:
     (folder / ".metadata").unlink()
-    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1}))
+    (folder / "metadata.json").write_text(description)
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,10 @@ def make_zarr(folder: Path) -> None:
         (lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(ATTACK)), "holds StandIn, not torch_dist's"),
         (lambda folder: forget_a_box(folder / ".metadata"), "holds 2,048 of the 4,096 numbers of model.decoder.layers"),
         (make_zarr, "a distributed checkpoint of the kind zarr, only torch_dist is read"),
+        (lambda folder: make_zarr(folder, '{"sharded'), "metadata.json: "),
         (lambda folder: write(folder / "weights", {}), "holds 2 checkpoints: give one of them"),
     ],
-    ids=["flipped bit", "no file", "short file", "short description", "attack", "no box", "zarr", "two"],
+    ids=["flipped bit", "no file", "short file", "short description", "attack", "no box", "zarr", "short kind", "two"],
 )
 def test_what_is_not_whole_is_one_sentence(
     damage: Callable[[Path], object], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
