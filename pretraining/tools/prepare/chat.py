@@ -66,7 +66,10 @@ def find_template(file: str, tokenizer: str, special: Mapping[str, str]) -> Temp
     path = location(file) if file else folder / "chat_template.jinja"
     if path.is_file():
         has_tool_use = not file and (folder / "additional_chat_templates" / f"{TOOL_USE}.jinja").is_file()
-        return TemplateSource(path.read_text(), special, str(path), has_tool_use)
+        try:
+            return TemplateSource(path.read_text(), special, str(path), has_tool_use)
+        except ValueError as error:
+            raise UserError(f"{path}: not a chat template ({error}): convert it to UTF-8") from error
     if file:
         raise UserError(f"--chat_template={file}: no such file")
     own, has_tool_use = config.get("chat_template"), False

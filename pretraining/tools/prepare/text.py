@@ -132,8 +132,8 @@ def find_files(inputs: Sequence[str], endings: Sequence[str]) -> tuple[list[Inpu
                     f"{name}: files ending in {file.suffix} are not read as text: convert it to .txt, .jsonl or "
                     f".parquet, or read it as plain text with --endings={','.join([*endings, file.suffix])}"
                 )
-            inside = str(file).removeprefix(str(Path(name)))  # the folder itself may be in one of that name
-            is_data = text_format(file, endings) is not None and not _NO_DATA.search(inside)
+            outside = name if is_url(name) else str(Path(name))  # the folder itself may be in one of that name
+            is_data = text_format(file, endings) is not None and not _NO_DATA.search(str(file).removeprefix(outside))
             (ignored if is_folder and not is_data else chosen).append(file)
     if not chosen:
         raise UserError(f"{', '.join(inputs)}: no text, .jsonl or .parquet files: --endings lists those of plain text")
@@ -144,10 +144,14 @@ def _refuse_removed(files: Sequence[Input]) -> None:
     """Raise UserError for a file that its Delta table has removed, and which a reader of plain Parquet still finds."""
     found = set(files)
     for log in (file for file in files if isinstance(file, Path) and file.match("_delta_log/*.json")):
-        for action in map(json.loads, log.read_text().splitlines()):
-            if "remove" in action and (file := log.parents[1] / unquote(action["remove"]["path"])) in found:
-                remedy = "write the table as plain Parquet, or vacuum it"
-                raise UserError(f"{file}: its Delta table has removed it: {remedy}")
+        try:
+            actions = [json.loads(line) for line in log.read_text().splitlines()]
+            removed = [log.parents[1] / unquote(action["remove"]["path"]) for action in actions if "remove" in action]
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(f"{log}: not a log of a Delta table ({error}): copy the table again") from error
+        if gone := found.intersection(removed):
+            remedy = "write the table as plain Parquet, or vacuum it"
+            raise UserError(f"{min(gone, key=str)}: its Delta table has removed it: {remedy}")
 
 
 def divide(files: Sequence[Input], endings: Sequence[str], shard_bytes: int = SHARD_BYTES) -> list[TextShard]:

@@ -72,12 +72,17 @@ def expand(url: str) -> tuple[list[Url], bool]:
     """Return the files below a URL, and whether it is a folder or a pattern. UserError if it cannot be reached."""
     system, path = _open_system(url)
     try:
-        if PurePosixPath(path.partition("?")[0]).suffix and "*" not in path:
+        if PurePosixPath(path.partition("?")[0]).suffix and "*" not in path and not _is_folder(system, path):
             return [Url(url)], False
         names = system.glob(path) if "*" in path else system.find(path)
     except Exception as error:
         raise unreachable(url, error) from error
     return [Url(system.unstrip_protocol(name)) for name in sorted(names)], True
+
+
+def _is_folder(system: Any, path: str) -> bool:
+    """Return whether a path whose name has a dot is a folder. HTTP has none, and would load the file to find out."""
+    return "http" not in system.protocol and bool(system.isdir(path))
 
 
 def _open_system(url: str) -> tuple[Any, str]:

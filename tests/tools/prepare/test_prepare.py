@@ -502,6 +502,20 @@ def test_files_that_spark_has_not_finished_and_logs_of_delta_are_no_documents(tm
     (tmp_path / "_delta_log" / "2.json").write_text("".join(json.dumps(action) + "\n" for action in actions))
     with pytest.raises(UserError, match=r"part-0\.parquet: its Delta table has removed it"):
         find_files([str(tmp_path)], ())
+    for text in ("{", "1", '{"remove": 1}'):
+        (tmp_path / "_delta_log" / "2.json").write_text(text)
+        with pytest.raises(UserError, match=r"2\.json: not a log of a Delta table \(.*\): copy the table again"):
+            find_files([str(tmp_path)], ())
+
+
+def test_a_folder_at_a_url_may_have_a_dot_in_its_name(tmp_path: Path) -> None:
+    folder = tmp_path / "_temporary" / "v1.5"
+    folder.mkdir(parents=True)
+    (folder / "a.jsonl").touch()
+    for url in (f"file://{folder}", f"file://{folder}/"):
+        files, ignored = find_files([url], ())
+        assert (list(map(str, files)), ignored) == ([f"file://{folder}/a.jsonl"], [])
+    assert list(map(str, find_files([f"file://{folder}/a.jsonl"], ())[0])) == [f"file://{folder}/a.jsonl"]
 
 
 # Lines of JSON, or rows of Parquet -> which of them cannot be read, and why.
