@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pretraining.config.errors import UserError
@@ -19,6 +20,15 @@ def extra_packages(purpose: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise UserError(f"{purpose} needs the package {error.name}: {install_command('tools')}") from error
+
+
+def installed_versions(names: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those packages that are installed."""
+    versions = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
 
 
 def install_command(extra: str) -> str:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from pretraining.config.extension import Watcher
 from pretraining.config.variants import model_shape
 from pretraining.data.stream import Stream
 from pretraining.extensions.history import FILE_NAME
+from pretraining.extensions.packages import installed_versions
 from pretraining.run.training_run import TrainingRun
 
 PACKAGES = ("torch", "torch_xla", "torch_tpu", "numpy")
@@ -51,7 +51,7 @@ def start_of(run: TrainingRun) -> dict[str, Any]:
         "host": socket.gethostname(),
         "command": shlex.join(sys.argv),
         "commit": commit(),
-        "versions": {"python": sys.version.split()[0], **versions()},
+        "versions": {"python": sys.version.split()[0], **installed_versions(PACKAGES)},
         "devices": f"{run.engine.mesh.size} x {run.engine.device_name}{mesh and ': '}{mesh}, {run.engine.name} engine",
         "parameters": model_shape(run.config).parameters,
         "held_out": {split: contents(stream) for split, stream in run.streams.items() if split != "train"},
@@ -85,17 +85,6 @@ def held_out_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Itera
             loss = "val_loss" if split == "valid" else "test_loss"
             changed = f"{' + '.join(old) or 'none'} at the last start, {' + '.join(new) or 'none'} now"
             yield f"note: the {split} data changed: {changed}; {loss} from here on does not continue the earlier one"
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of those packages that are installed."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def commit() -> str:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,6 +27,7 @@ from pretraining.config.flags import print_mistake
 from pretraining.config.grammar import without_credentials
 from pretraining.config.script import TRY_AGAIN, USER_MISTAKE
 from pretraining.config.training import TrainConfig
+from pretraining.extensions.packages import installed_versions
 from pretraining.extensions.schedulers import describe_job
 from pretraining.parallel.processes import (
     START,
@@ -141,11 +141,8 @@ def code_facts() -> dict[str, str]:
     paths = [*root.glob("main_training.py"), *root.glob("pretraining/**/*.py")]
     files = sorted((path.relative_to(root).as_posix(), path) for path in paths)
     digest = sha256(b"".join(f"{name}\n".encode() + path.read_bytes() for name, path in files)).hexdigest()
-    facts = {"digest of the source": digest[:12]}
-    for package in PACKAGES:
-        with suppress(PackageNotFoundError):
-            facts[f"version of {package}"] = version(package)
-    return facts
+    versions = {f"version of {name}": found for name, found in installed_versions(PACKAGES).items()}
+    return {"digest of the source": digest[:12], **versions}
 
 
 def _check_own_name(processes: Processes) -> None:
