@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from pretraining.config.errors import UserError
+from pretraining.parallel import mesh
 
 LOWERING = "pretraining.extensions.splash.lowering"
 
@@ -69,8 +70,9 @@ def _publish(programs: Path, folder: Path) -> None:
 
 def _key(shape: SplashShape) -> str:
     """Return a name of the shape, of the version of jax and of our code that calls it."""
-    source = Path(__file__).with_name("lowering.py").read_text()
-    return hashlib.sha256(json.dumps([shape, version("jax"), source]).encode()).hexdigest()[:24]
+    sources = [Path(__file__).with_name("lowering.py"), Path(mesh.__file__)]  # mesh: the order of the tokens
+    code = [path.read_text() for path in sources]
+    return hashlib.sha256(json.dumps([shape, version("jax"), *code]).encode()).hexdigest()[:24]
 
 
 def _lower(shape: SplashShape, folder: Path) -> None:
