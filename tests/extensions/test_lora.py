@@ -1,4 +1,4 @@
-"""Adapters: which projections have one, what is trained, and that the frozen model is what the first step sees."""
+"""Adapters: what has one and is trained; a run that stops, continues and is exported; PEFT's format both ways."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ pytest.importorskip("pretraining.extensions.huggingface")
 pytest.importorskip("pretraining.extensions.other_weights")
 
 from main_training import CONFIGURATION, configure, train
+from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.restoring import check_starting_point
+from pretraining.checkpoint.store import is_weight
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
-from pretraining.extensions.checkpoints import open_any_checkpoint
+from pretraining.extensions.checkpoints import newest_checkpoint, open_any_checkpoint, read_tensors
 from pretraining.extensions.lora.adapter import MODEL
 from pretraining.extensions.lora.targets import adapted, is_adapter
 from pretraining.models.init import build_model
 from pretraining.models.ops import next_token_loss
 from pretraining.run.start import parameter_shapes
 from pretraining.tools.convert.convert import ADAPTER, to_huggingface
+from pretraining.tools.generate import base_weights, load_model
 from tests.end_to_end import small
 
 SIZES: dict[str, Any] = {**small.MODEL, "vocab_size": 61, "intermediate_size": 48, "seq_length": 24}
@@ -90,8 +93,32 @@ def test_the_overview_names_lora_bias_of_a_model_without_such_biases(fields: dic
 # ---- Adapters that PEFT writes, and what it makes of ours
 
 RUN = {**SIZES, "use_dummy_dataset": True, "engine": "torch", "device": "cpu", "mixed_precision": False}
-RUN |= {"seq_length": 24, "batch_size": 2, "num_steps": 1, "report_interval": 1, "norm_eps": 1e-6}
+RUN |= {"batch_size": 2, "num_steps": 1, "report_interval": 1, "norm_eps": 1e-6}
 TARGETS = ["q_proj", "v_proj", "down_proj"]
+LEARNING = {"num_steps": 8, "batch_size": 4, "checkpoint_interval": 4, "learning_rate": 0.01, "lr_schedule": "constant"}
+
+
+def trained(log_dir: Path, **fields: Any) -> dict[int, float]:
+    """Train in a folder, or continue there; return the losses by step."""
+    done = train({**RUN, "log_dir": log_dir, **fields})
+    assert done.code == 0
+    return done.losses
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    """Return the weights in the newest checkpoint of a run."""
+    return read_tensors(newest_checkpoint(run), is_weight)
+
+
+def config_of(run: Path) -> TrainConfig:
+    """Return the configuration with which a run has trained."""
+    return CONFIGURATION(**json.loads((run / "config.json").read_text()))
+
+
+def logits(run: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """Return what the base computes with the adapter of a run's newest checkpoint."""
+    config, checkpoint = config_of(run), open_checkpoint(newest_checkpoint(run))
+    return load_model(config, {**base_weights(checkpoint, config), **weights(run)})(tokens)
 
 
 @pytest.fixture(scope="module")
@@ -130,17 +157,59 @@ def write_peft(base: Path, folder: Path, **settings: Any) -> Any:
 
 def start(base: Path, adapter: Path, log_dir: Path, **fields: Any) -> tuple[TrainConfig, float]:
     """Train a step from PEFT's adapter, with no other flag of it; return the configuration and the loss of the step."""
-    flags = {**RUN, "ckpt_load_path": str(base), "lora_load_path": str(adapter), "log_dir": str(log_dir), **fields}
-    done = train({name: str(value) for name, value in flags.items()})
-    assert done.code == 0
-    return CONFIGURATION(**json.loads((log_dir / "config.json").read_text())), done.losses[1]
+    losses = trained(log_dir, ckpt_load_path=base, lora_load_path=adapter, **fields)
+    return config_of(log_dir), losses[1]
 
 
 def loss_of(model: Any, config: TrainConfig) -> float:
-    """Return PEFT's loss of the first global batch."""
+    """Return the loss that a model of transformers has on the first global batch."""
     batch = {name: torch.from_numpy(array).long() for name, array in open_stream(config).batch(0).items()}
     with torch.no_grad():
         return next_token_loss(model(batch["tokens"]).logits, batch["labels"]).item() / batch["labels"].numel()
+
+
+@pytest.mark.slow
+def test_an_adapter_alone_is_trained_and_saved_continues_bit_for_bit_with_dropout_and_merges(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    base, stopped, whole = (tmp_path / name for name in ("base", "stopped", "whole"))
+    trained(base, **{**LEARNING, "num_steps": 4})
+    fields = {**LEARNING, "lora_rank": 4, "lora_target_modules": ",".join(TARGETS), "lora_dropout": 0.1}
+    fields["ckpt_load_path"] = base
+    losses = trained(stopped, **{**fields, "num_steps": 4}) | trained(stopped, **fields)
+    assert losses == trained(whole, **fields, lora_save_mode="merged")
+    plain, merged = (
+        transformers.AutoModelForCausalLM.from_pretrained(to_huggingface(open_any_checkpoint(run), run / "hf")).float()
+        for run in (base, whole)
+    )
+    assert losses[1] == pytest.approx(loss_of(plain, config_of(base)), abs=1e-6)
+    assert loss_of(merged, config_of(base)) < losses[1] - 0.01
+    frozen, adapters, saved = weights(base), weights(stopped), weights(whole)
+    assert adapters and all(map(is_adapter, adapters))
+    assert saved.keys() == frozen.keys() | adapters.keys()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in (frozen | adapters).items())
+    sizes = [sum(file.stat().st_size for file in run.glob("checkpoints/step_*/*")) for run in (stopped, base)]
+    assert sizes[0] < sizes[1]  # moments and manifests included
+    tokens = torch.randint(0, 61, (2, 20))
+    torch.testing.assert_close(merged(tokens).logits, logits(stopped, tokens), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_trained_biases_load_in_peft_and_back(tmp_path: Path) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+
+    def exported(name: str, **fields: Any) -> Path:
+        trained(tmp_path / name, attn_bias=True, **{**LEARNING, **fields})
+        return to_huggingface(open_any_checkpoint(tmp_path / name), tmp_path / f"{name}_exported")
+
+    base = exported("base", num_steps=1)
+    lora = {"lora_rank": 2, "lora_bias": "all", "ckpt_load_path": base}
+    adapter = exported("tuned", **lora)
+    theirs = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), str(adapter))
+    tokens, ours = torch.randint(0, 61, (2, 20)), weights(tmp_path / "tuned")
+    expected = logits(tmp_path / "tuned", tokens)
+    torch.testing.assert_close(theirs.float().eval()(tokens).logits, expected, atol=1e-5, rtol=1e-5)
+    exported("again", num_steps=1, learning_rate=1e-30, lora_load_path=adapter, **lora)
+    assert all(torch.equal(tensor, ours[name]) for name, tensor in weights(tmp_path / "again").items())
 
 
 @pytest.mark.slow
@@ -199,9 +268,7 @@ def test_an_export_says_that_peft_cannot_load_the_adapters_of_gpt_neox(
 ) -> None:
     neox = {"norm_type": "layernorm", "activation": "gelu", "num_kv_heads": 4}
     neox |= dict.fromkeys(("norm_bias", "attn_bias", "mlp_bias"), True)
-    flags = {**RUN, **neox, "lora_rank": 2, "lora_save_mode": mode, "checkpoint_interval": 1}
-    flags["log_dir"] = tmp_path / "run"
-    assert train({name: str(value) for name, value in flags.items()}).code == 0
+    trained(tmp_path / "run", **neox, lora_rank=2, lora_save_mode=mode, checkpoint_interval=1)
     to_huggingface(open_any_checkpoint(tmp_path / "run"), tmp_path / "exported")
     assert ("note: adapters have Llama's names, and" in capsys.readouterr().err) == (mode != "merged")
 
