@@ -17,6 +17,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS
 from pretraining.extensions.hosts import check_hosts, memory
 from pretraining.extensions.hosts.memory import check_memory
+from pretraining.extensions.memory import available_memory
 from pretraining.parallel.processes import Processes
 from pretraining.parallel.torch import engine as torch_engine
 from pretraining.parallel.torch.engine import TorchEngine
@@ -45,18 +46,6 @@ def test_llama2_7b_is_refused_on_a_24_gib_host_with_figures_and_without_allocati
         check("llama2_7b", copies=1, low_cpu_fsdp=True)
     assert "\n" not in str(refused.value)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 10 * 1024  # KiB
-
-
-def test_copies_that_do_not_fit_are_advised_to_become_one() -> None:
-    check("llama3_194m_4k", copies=1)
-    with pytest.raises(UserError, match="--sharding_strategy=fsdp"):
-        check("llama3_194m_4k", copies=8)
-
-
-def test_a_model_that_only_fits_shard_by_shard_is_advised_low_cpu_fsdp() -> None:
-    with pytest.raises(UserError, match=r"in 8 processes.*--low_cpu_fsdp=True"):
-        check("llama2_7b", copies=0, processes=8, free=100 * GIB)
-    check("llama2_7b", copies=0, processes=8, free=100 * GIB, low_cpu_fsdp=True)
 
 
 @given(st.sampled_from(sorted(VARIANTS)), st.sampled_from([0.0, 0.125, 1.0, 8.0]), st.booleans(), st.integers(1, 8))
@@ -90,6 +79,16 @@ def test_every_process_of_the_host_counts_where_each_builds_the_model_or_keeps_i
     monkeypatch.setattr(memory, "available_memory", lambda: 16 * GIB)  # 6 GiB for each copy
     with pytest.raises(UserError, match=r"state of 8 devices.*--sharding_strategy=fsdp"):
         check_hosts(config, opened)
+
+
+def test_a_control_groups_limit_counts_without_its_page_cache(tmp_path: Path) -> None:
+    assert 64 * 2**20 < available_memory(tmp_path / "no control group") < 2**47
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("900000\n")
+    (tmp_path / "memory.stat").write_text("anon 100000\nfile 700000\nfile_mapped 5\n")
+    assert available_memory(tmp_path) == 800_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_memory(tmp_path) > 64 * 2**20
 
 
 SHARED = """

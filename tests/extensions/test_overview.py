@@ -33,13 +33,26 @@ def test_memory_is_that_of_one_device() -> None:
     assert facts()["memory/device"].startswith("25.10 GiB of state (parameters 6.28 GiB, gradients 6.28 GiB, moments")
 
 
-def test_every_dtype_of_the_precision_is_said() -> None:
-    mixed = "mixed_bf16: activations bf16, products bf16, parameters fp32, gradients fp32, optimizer state fp32"
-    assert facts()["precision"] == mixed
-    rounded = "bf16_sr: activations bf16, products bf16, parameters bf16, gradients bf16, optimizer state bf16; rounded"
-    assert facts(precision="bf16_sr")["precision"].startswith(rounded)
-    assert "linear layers of the blocks fp8 (e4m3, gradients e5m2)" in facts(precision="fp8")["precision"]
-    assert facts(precision="fp16")["precision"].startswith("fp16: activations fp16, products fp16, parameters fp32")
+ROUNDED = "; rounded stochastically"
+FP8_PRODUCTS = "; linear layers of the blocks fp8 (e4m3, gradients e5m2), all-gathers bf16"
+SR: dict[str, Any] = {"master_weights": False, "stochastic_rounding": True}
+manual = needs("manual_precision")
+DTYPES = [  # of activations, products, parameters, gradients and optimizer state
+    ("mixed_bf16", {}, "bf16 bf16 fp32 fp32 fp32", ""),
+    ("bf16_sr", {}, "bf16 bf16 bf16 bf16 bf16", ROUNDED),
+    ("fp8", {}, "bf16 bf16 fp32 fp32 fp32", FP8_PRODUCTS),
+    ("fp16", {}, "fp16 fp16 fp32 fp32 fp32", ""),
+    pytest.param("manual", {}, "bf16 bf16 fp32 fp32 fp32", "", marks=manual),
+    pytest.param("manual", {"fp32_grad_acc": False}, "bf16 bf16 fp32 bf16 fp32", "", marks=manual),
+    pytest.param("manual", SR, "bf16 bf16 bf16 fp32 bf16", ROUNDED, marks=manual),
+]
+
+
+@pytest.mark.parametrize(("precision", "fields", "dtypes", "more"), DTYPES)
+def test_every_dtype_of_the_precision_is_said(precision: str, fields: dict[str, Any], dtypes: str, more: str) -> None:
+    kinds = ("activations", "products", "parameters", "gradients", "optimizer state")
+    expected = ", ".join(f"{kind} {dtype}" for kind, dtype in zip(kinds, dtypes.split(), strict=True))
+    assert facts(precision=precision, **fields)["precision"] == f"{precision}: {expected}{more}"
 
 
 @needs("mfu")
@@ -92,6 +105,13 @@ def test_settings_without_effect_are_named() -> None:
     assert unread == [f"{name}: no effect with position_embedding_type=none" for name in rope]
     used = CONFIGURATION(val_steps=5, val_interval=9, num_epochs=2)
     assert settings_without_effect(used, EXTENSIONS) == []
+
+
+@needs("profiler")
+def test_steps_that_no_profiler_traces_are_named() -> None:
+    notes = settings_without_effect(CONFIGURATION(profile_start_step=9), EXTENSIONS)
+    assert notes == ["profile_start_step: no effect without use_profiler"]
+    assert not settings_without_effect(CONFIGURATION(profile_start_step=9, use_profiler=True), EXTENSIONS)
 
 
 def test_the_groups_of_hsdp_are_named_where_there_are_data_parallel_ranks() -> None:

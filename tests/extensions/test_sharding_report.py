@@ -1,27 +1,19 @@
-"""The report on sharding is written before the first step."""
+"""The report on sharding is written before the first step; tests/parallel compares its bytes with what is held."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
-from main_training import CONFIGURATION
-from pretraining.extensions.sharding_report.report import watch
-from pretraining.models.init import build_model
-from pretraining.parallel.torch.engine import TorchEngine
-from tests.parallel.toy import TOY
+from pretraining.checkpoint.store import is_weight
+from pretraining.extensions.checkpoints import newest_checkpoint, read_tensors
+from tests.end_to_end.small import train
 
 
 def test_the_report_has_every_parameter_and_one_moment_of_each(tmp_path: Path) -> None:
     path = tmp_path / "new" / "sharding.json"
-    config = CONFIGURATION(**{**TOY, "device": "cpu", "dump_sharding": str(path)})
-    engine = TorchEngine(config)
-    run = SimpleNamespace(config=config, engine=engine, trainee=engine.place(build_model(config)))
-    watcher = watch(run)
-    assert watcher is not None
-    watcher.prepare()
+    train(tmp_path, num_steps=1, dump_sharding=path)
     written = json.loads(path.read_text())
-    assert written["mesh"] == engine.mesh._asdict()
-    names = {name for name, _ in run.trainee.model.named_parameters()}
+    assert set(written["mesh"].values()) == {1}
+    names = set(filter(is_weight, read_tensors(newest_checkpoint(tmp_path))))
     assert written["parameters"].keys() == written["moments"].keys() == names

@@ -17,7 +17,7 @@ from main_training import CONFIGURATION
 from pretraining.config.declaration import settings_of
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import VARIANTS, padded_vocabulary
+from pretraining.config.variants import VARIANTS, model_shape, padded_vocabulary
 from pretraining.extensions.state_bytes import state_bytes, unsharded_state_bytes
 from pretraining.models.llama import Llama
 from pretraining.parallel.accelerator import ACCELERATORS, HOST, chooses_compile
@@ -25,6 +25,7 @@ from pretraining.parallel.layout import STRATEGIES, TorchLayout, XlaLayout, xla_
 from pretraining.parallel.mesh import Mesh, chunks_by_rank, kv_repeats, resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import block_mask, scan_plan
 from pretraining.parallel.sharding import LLAMA_SHARDING, axes_of, spec_of
+from tests.selection import needs
 
 
 @pytest.mark.parametrize(
@@ -143,6 +144,13 @@ def test_kv_heads_are_repeated_as_often_as_tensor_ranks_need(kv_heads: int, tens
     assert kv_repeats(TrainConfig(tensor_parallel_size=tensor), shape) == repeats
 
 
+@needs("kv_replication")
+@pytest.mark.parametrize(("tensor", "asked", "repeats"), [(8, 0, 4), (8, 4, 4), (4, 4, 4), (4, 1, 1)])
+def test_kv_heads_have_the_copies_that_are_asked_for(tensor: int, asked: int, repeats: int) -> None:
+    config = CONFIGURATION(num_kv_heads=2, tensor_parallel_size=tensor, kv_replication=asked)
+    assert kv_repeats(config, model_shape(config)) == repeats
+
+
 @given(st.integers(1, 10**6), st.integers(1, 512), st.integers(1, 64))
 @example(50277, 128, 2)  # Pythia's 50432
 def test_a_padded_vocabulary_is_the_least_that_divides(vocabulary: int, multiple: int, tensor: int) -> None:
@@ -192,12 +200,9 @@ def test_a_global_batch_that_does_not_divide_lists_the_batch_sizes_that_would() 
 def test_the_batches_that_a_message_about_devices_offers_are_valid(
     rows: int, total: int, ranks: int, stages: int
 ) -> None:
-    has_stages = "pipeline_parallel_size" in settings_of(CONFIGURATION)
-    fields: dict[str, Any] = {
-        "batch_size": rows,
-        "global_batch_size": total,
-        **({"pipeline_parallel_size": stages} if has_stages else {}),
-    }
+    fields: dict[str, Any] = {"batch_size": rows, "global_batch_size": total}
+    if "pipeline_parallel_size" in settings_of(CONFIGURATION):
+        fields["pipeline_parallel_size"] = stages
     try:
         resolve_batch(CONFIGURATION(**fields), ranks)
     except ConfigError as error:
