@@ -43,36 +43,10 @@ from tests.scripts.test_scripts import Attended
 from tests.waiting import wait_until
 
 HOUR = 3600.0  # seconds
-EXTREMES = (
-    10**9,
-    2**31 - 1,
-    2**31,
-    2**53,
-    2**63 - 1,
-    2**63,
-    10**30,
-    -(2**63),
-    -(10**30),
-    "9" * 5000,
-    "1e300",
-    "-1e308",
-    "1e-320",
-    "inf",
-    "-inf",
-    "nan",
-)
+INTEGERS = (10**9, 2**31 - 1, 2**31, 2**53, 2**63 - 1, 2**63, 10**30, -(2**63), -(10**30))
+EXTREMES = (*INTEGERS, "9" * 5000, "1e300", "-1e308", "1e-320", "inf", "-inf", "nan")
 ENABLING = {"lora_rank": 2, "mup_base_width": 16, "val_interval": 1, "fsdp_activation_checkpointing": True}
-SMALL_LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 300,
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 32,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
+SMALL_LLAMA = {"model_type": "llama", **dict.fromkeys(DIMENSIONS, 32), "num_hidden_layers": 1, "vocab_size": 300}
 FROM = 4  # step of the checkpoint from which the continued run continues
 
 

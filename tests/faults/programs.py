@@ -19,6 +19,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import REQUIRED_OF_CUSTOM
 from pretraining.models.init import build_model
 from pretraining.storage import location
+from tests.checkpoint.small_run import DIMENSIONS
 from tests.data import corpora
 from tests.end_to_end.small import figures
 from tests.faults.harness import Programs
@@ -27,12 +28,8 @@ from tests.tools.importing import files
 
 STEPS = 8
 SMALL = {
-    "model_variant": "custom",
+    **DIMENSIONS,
     "num_layers": 1,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_attention_heads": 2,
-    "num_kv_heads": 1,
     "vocab_size": 300,
     "seq_length": 32,
     "global_batch_size": 4,

@@ -19,12 +19,12 @@ pytest.importorskip("pretraining.extensions.huggingface")
 pytest.importorskip("pretraining.extensions.tokenizers")
 
 from tests.faults.attacks import Report
-from tests.faults.campaign import attack, continued_run, new_run, other_scripts
+from tests.faults.campaign import attack, new_run
 from tests.faults.harness import REFUSED, Programs
 from tests.faults.programs import training
 from tests.faults.stored import STAGES, StoredRun
 from tests.object_storage import FaultProxy
-from tests.selection import runs_all
+from tests.selection import needs_xla, runs_all
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not which("cc"), reason="compiles disk.c")]
 
@@ -44,17 +44,10 @@ def test_a_run_killed_at_any_call_continues_bitwise(programs: Programs, tmp_path
 
 
 @pytest.mark.exhaustive
-def test_a_run_with_stages_killed_in_every_phase_continues_bitwise(programs: Programs, tmp_path: Path) -> None:
-    target, report = new_run(programs, tmp_path / "work", processes=2, **STAGES), Report()
-    target.kill_in_phases(report)
-    assert not report.broken and report.counts["killed"] == 3
-
-
-@pytest.mark.exhaustive
-def test_a_run_with_stages_on_xla_killed_in_every_phase_continues_bitwise(tmp_path: Path) -> None:
-    pytest.importorskip("torch_xla")
-    with Programs(tmp_path, "xla") as programs:
-        target, report = new_run(programs, tmp_path / "work", **STAGES), Report()
+@pytest.mark.parametrize(("engine", "processes"), [("torch", 2), pytest.param("xla", 1, marks=needs_xla)])
+def test_a_run_with_stages_killed_in_every_phase_continues_bitwise(engine: str, processes: int, tmp_path: Path) -> None:
+    with Programs(tmp_path, engine) as programs:
+        target, report = new_run(programs, tmp_path / "work", processes, **STAGES), Report()
         target.kill_in_phases(report)
         assert not report.broken and report.counts["killed"] == 3
 
@@ -69,47 +62,22 @@ def test_a_run_on_object_storage_killed_at_any_request_continues_bitwise(
     assert not report.broken and report.counts["killed"] >= 1
 
 
-def test_a_disk_that_fails_is_a_sentence_or_makes_no_difference(programs: Programs, tmp_path: Path) -> None:
-    target, report = new_run(programs, tmp_path / "work"), Report()
-    for seed in range(10 if runs_all() else 4):
-        target.fail(report, seed)
-    assert not report.broken and report.counts["refused"] >= 1
+ATTACKS = [  # of the campaign, how many, and how many of them are refused at least
+    ("fail", 10 if runs_all() else 4, 1),
+    ("spoil", 12 if runs_all() else 8, 1),
+    pytest.param("surround", 12, 2, marks=pytest.mark.exhaustive),
+    pytest.param("scripts", 8, 0, marks=pytest.mark.exhaustive),  # one on each program
+    pytest.param("bins", 12, 8, marks=pytest.mark.exhaustive),
+]
 
 
-@pytest.mark.exhaustive
-def test_a_malformed_environment_is_a_sentence_or_makes_no_difference(programs: Programs, tmp_path: Path) -> None:
-    target, report = new_run(programs, tmp_path / "work", collective_timeout=3), Report()
-    for seed in range(12):
-        target.surround(report, seed)
-    assert not report.broken and report.counts["refused"] >= 2
-
-
-def test_damage_to_any_file_that_a_run_reads_is_a_sentence_or_makes_no_difference(
-    programs: Programs, tmp_path: Path
-) -> None:
-    target, report = continued_run(programs, tmp_path / "work"), Report()
-    for seed in range(12):
-        target.spoil(report, seed)
-        if seed >= 4 and report.counts.get("refused") and not runs_all():
-            break  # five files may all be harmless
-    assert not report.broken and report.counts["refused"] >= 1
-
-
-@pytest.mark.exhaustive
-def test_damage_to_any_file_that_other_programs_read_is_a_sentence(programs: Programs, tmp_path: Path) -> None:
-    report = Report()
-    for seed, target in enumerate(other_scripts(programs, tmp_path / "work").values()):
-        target.spoil(report, seed, is_checked=False)
-    assert not report.broken
-
-
-@pytest.mark.exhaustive
-def test_damage_to_weights_that_are_converted_is_a_sentence_or_makes_no_difference(
-    programs: Programs, tmp_path: Path
+@pytest.mark.parametrize(("name", "number", "refused"), ATTACKS)
+def test_a_failing_disk_a_malformed_environment_and_damage_are_a_sentence_or_make_no_difference(
+    programs: Programs, tmp_path: Path, name: str, number: int, refused: int
 ) -> None:
     report = Report()
-    attack("bins", programs, tmp_path, range(12), report)
-    assert not report.broken and report.counts["refused"] >= 8
+    attack(name, programs, tmp_path, range(number), report)
+    assert not report.broken and report.counts.get("refused", 0) >= refused
 
 
 ENVIRONMENTS: dict[str, tuple[dict[str, Any], str]] = {
