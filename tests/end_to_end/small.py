@@ -26,6 +26,9 @@ MODEL: dict[str, Any] = {
     "vocab_size": 64,
     "seq_length": 32,
 }
+# A run of the torch engine on one process, of two sequences a step
+ONE_PROCESS: dict[str, Any] = {**MODEL, "engine": "torch", "device": "cpu", "mixed_precision": False}
+ONE_PROCESS |= {"global_batch_size": 2, "batch_size": 1}
 FLAGS = {
     **MODEL,
     "num_layers": 3,

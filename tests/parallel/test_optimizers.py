@@ -37,6 +37,7 @@ BY_PRECISION: dict[str, Fields] = {
     "mixed_bf16": BF16,
     **{mode: {**BF16, "precision": mode} for mode in ("mixed_bf16_sr", "bf16_sr", "autocast")},
     "no masters": {**BF16, "precision": "manual", "master_weights": False},
+    "mixed_bf16, stages": BF16,
     "bf16 sums, stages": {**BF16, "precision": "manual", "fp32_grad_acc": False},
 }
 DROPOUT: Fields = {**FSDP, "hidden_dropout": 0.1, "attention_dropout": 0.1, "ffn_dropout": 0.1}

@@ -21,7 +21,7 @@ from pretraining.parallel import accelerator, select
 from pretraining.parallel.processes import Processes
 from pretraining.parallel.select import choose_engine, refuse_variables
 from pretraining.parallel.torch.engine import TorchEngine
-from tests.end_to_end.small import MODEL
+from tests.end_to_end.small import ONE_PROCESS
 from tests.parallel.launch import (
     ALONE,
     HAS_SHARDING_REPORT,
@@ -119,7 +119,6 @@ CASES: dict[int, dict[str, Fields]] = {
         **FORMS,
         "ramp": {**RAMP, "batch_size": 4},
         "padded": UNPADDED,
-        "bf16": {"mixed_precision": True},
         "6 layers": {"num_layers": 6},
         "uneven": ODD,
     },
@@ -148,14 +147,12 @@ CASES: dict[int, dict[str, Fields]] = {
         "modules": {**FSDP, **MODULES, "selective_checkpointing": "2", "batch_size": 4},
         "together": {**FSDP, **ALL_BLOCKS, "checkpoint_num_layers": 3, "batch_size": 4},
         "built first": {**FSDP, "low_cpu_fsdp": False},
-        "bf16": {**FSDP, "mixed_precision": True},
         **BY_STAGES,
         "context x fsdp, a third": {**FSDP, **CONTEXT, **A_THIRD, "save_attention": True},
         "context 4, zero2": {"sharding_strategy": "zero2", **CONTEXT_4},
         **{f"{form}, stages": {**FSDP, **FORMS[form], **fields} for form, fields in FORMS_ON_STAGES.items()},
         **{f"{form}, context": {**FSDP, **FORMS[form], **fields} for form, fields in FORMS_ON_CONTEXT.items()},
         **{f"{form}, 4 ranks": {**FSDP, **FORMS[form], **fields} for form, fields in FORMS_ON_FOUR.items()},
-        "bf16, stages": {**FSDP, **STAGES, "mixed_precision": True},
         "ramp": RAMP,
         "ramp, stages": {**RAMP, **STAGES, "batch_size": 2},
         "poisoned": {**FSDP, "poison_step": 2},
@@ -166,7 +163,7 @@ if not runs_all():
     CASES[1] = {}  # torchrun with one process
 elif which("g++"):
     CASES[2]["compiled"] = {**FSDP, **A_THIRD, "use_torch_compile": True, "batch_size": 2}
-CASES[ALONE] = chosen(CASES[ALONE], CASES[ALONE].keys() - {"padded", "three heads", "window", "bf16"})
+CASES[ALONE] = chosen(CASES[ALONE], CASES[ALONE].keys() - {"padded", "three heads", "window"})
 CASES[4] = chosen(
     CASES[4],
     (
@@ -193,7 +190,7 @@ SAME = [
     (processes, case, "ddp")
     for processes, cases in CASES.items()
     for case in cases
-    if not any(word in case for word in ("bf16", "poisoned", "uneven", "6 layers", "ramp", *FORMS))
+    if not any(word in case for word in ("poisoned", "uneven", "6 layers", "ramp", *FORMS))
 ] + [
     *((4, form, form) for form in FORMS),
     *((4, f"{form}, stages", form) for form in FORMS_ON_STAGES),
@@ -251,19 +248,12 @@ def test_a_run_resumes_bitwise(case: str) -> None:
 
 
 @slow
-@pytest.mark.parametrize(("case", "parts"), [("ddp", 1), ("hsdp, all blocks, accumulated", 2), ("fsdp, a third", 4)])
-def test_parameters_and_moments_are_sharded(case: str, parts: int) -> None:
-    whole = outcome(ALONE)["ddp"]["bytes"]["parameters"]
-    assert outcome(4)[case]["bytes"] == {"parameters": whole // parts, "moments": 2 * whole // parts}
-
-
-@slow
-@pytest.mark.parametrize(("case", "parts"), [("tensor 4", 4), ("sequence", 4)])
-def test_tensor_ranks_shard_all_parameters_but_the_norms(case: str, parts: int) -> None:
-    whole = outcome(ALONE)["ddp"]["bytes"]["parameters"]
-    norms = (2 * 4 + 1) * 64 * 4  # bytes
-    groups = 1 if case == "tensor 4" else 2  # FSDP splits the norms too
-    assert outcome(4)[case]["bytes"]["parameters"] == (whole - norms) // parts + norms // groups
+@pytest.mark.parametrize("processes", [2, 4])
+def test_after_every_step_a_process_holds_what_the_layout_counts(processes: int) -> None:
+    """tests/tools/plan compares stages, of which process 0 may not have the largest."""
+    for case in (case for case, fields in CASES[processes].items() if "pipeline_parallel_size" not in fields):
+        got = outcome(processes)[case]
+        assert got["bytes"] == {kind: got["counted"][kind] for kind in ("parameters", "moments")}, case
 
 
 @slow
@@ -285,14 +275,6 @@ def test_dump_sharding_names_the_axes_and_bytes_of_every_parameter_of_all_stages
 def test_uneven_shards_train_like_unsharded_parameters() -> None:
     for kind in ("loss", "grad_norm"):
         assert outcome(2)["uneven"][kind] == pytest.approx(outcome(ALONE)["uneven"][kind], rel=1e-4)
-
-
-@slow
-@pytest.mark.parametrize(("processes", "case"), [(ALONE, "bf16"), (4, "bf16"), (4, "bf16, stages")])
-def test_bf16_products_stay_within_two_percent_of_fp32(processes: int, case: str) -> None:
-    reference, got = outcome(ALONE)["ddp"]["loss"], outcome(processes)[case]["loss"]
-    assert got == pytest.approx(reference, rel=0.02)
-    assert got != reference
 
 
 @slow
@@ -403,8 +385,7 @@ def test_a_missing_device_is_one_sentence() -> None:
 @slow
 def test_a_run_that_torchrun_starts_again_continues(tmp_path: Path) -> None:
     """Its agent keeps the store in which the processes meet, and what those of the first start wrote there."""
-    flags = {**MODEL, "engine": "torch", "device": "cpu", "use_dummy_dataset": True, "mixed_precision": False}
-    flags |= {"batch_size": 2, "report_interval": 1, "checkpoint_interval": 2, "log_dir": str(tmp_path / "run")}
+    flags = {**ONE_PROCESS, "use_dummy_dataset": True, "checkpoint_interval": 2, "log_dir": str(tmp_path / "run")}
     (tmp_path / "twice.py").write_text(
         "import os, sys, pretraining\n"
         "again = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
@@ -421,8 +402,8 @@ def test_a_run_that_torchrun_starts_again_continues(tmp_path: Path) -> None:
 @slow
 def test_agents_of_torchrun_that_have_started_a_run_differently_often_train_it_together(tmp_path: Path) -> None:
     """An agent that came later counts from 0. With TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, each start has a new store."""
-    flags = {**MODEL, "engine": "torch", "device": "cpu", "use_dummy_dataset": True, "mixed_precision": False}
-    flags |= {"batch_size": 2, "num_steps": 2, "collective_timeout": 60, "log_dir": str(tmp_path / "run")}
+    flags = {**ONE_PROCESS, "use_dummy_dataset": True, "num_steps": 2, "collective_timeout": 60}
+    flags["log_dir"] = str(tmp_path / "run")
     command = [*python(), "main_training.py", *words(flags)]
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     with ExitStack() as stack:

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from main_training import CONFIGURATION
 from pretraining.data import open_stream
+from pretraining.extensions.state_bytes import state_bytes
 from pretraining.models.init import build_model
 from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.select import engine_class
@@ -89,7 +90,7 @@ def run_case(fields: dict[str, Any], programs: Callable[[], int] = lambda: 0) ->
     held = trainee.bytes_per_device()
     return {
         "loss": losses, "grad_norm": norms, "refused": refused, "evaluation": evaluation, "bytes": held,
-        "untrained": untrained,
+        "counted": state_bytes(config, engine.layout), "untrained": untrained,
         "updates": counted, "loss_scale": scales, "compiled": compiled,
     }  # fmt: skip
 
