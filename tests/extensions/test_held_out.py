@@ -20,7 +20,7 @@ from pretraining.extensions.held_out.watch import unread_datasets
 from pretraining.extensions.shared_shards import check_shared_shards
 from pretraining.storage import location
 from tests.data.corpora import corpus, numbered, settings, write_lists
-from tests.end_to_end.small import MODEL
+from tests.end_to_end.small import ONE_PROCESS
 from tests.object_storage import FaultProxy, upload
 
 
@@ -97,9 +97,8 @@ def test_a_shard_is_not_trained_on_and_held_out_under_any_name_and_in_any_store(
 def test_a_run_does_not_continue_when_its_held_out_shard_was_moved_into_the_training_data(tmp_path: Path) -> None:
     for name, first in (("train/s0", 2), ("valid/s0", 30)):
         write_lists(tmp_path / "data" / name, [list(range(first, first + 20))] * 60)
-    flags = {**MODEL, "data_path": tmp_path / "data" / "train", "valid_data_path": tmp_path / "data" / "valid"}
+    flags = {**ONE_PROCESS, "data_path": tmp_path / "data" / "train", "valid_data_path": tmp_path / "data" / "valid"}
     flags |= {"index_dir": tmp_path / "index", "log_dir": tmp_path / "run", "sep_token": -1}
-    flags |= {"engine": "torch", "device": "cpu", "mixed_precision": False, "global_batch_size": 2, "batch_size": 1}
     flags |= {"val_interval": 1, "val_steps": 1, "num_steps": 1, "checkpoint_interval": 1, "accept_data_changes": True}
     train(flags)
     shutil.copy(tmp_path / "data/valid/s0.arrow", tmp_path / "data/train/s1.arrow")

@@ -14,7 +14,7 @@ pytest.importorskip("pretraining.extensions.held_out")
 
 from pretraining import train
 from tests.data.corpora import write_lists
-from tests.end_to_end.small import MODEL
+from tests.end_to_end.small import ONE_PROCESS
 
 
 @pytest.mark.slow
@@ -30,9 +30,8 @@ def test_a_run_that_continues_with_other_validation_data_says_so(
 
     write_lists(tmp_path / "train" / "s0", [list(range(2, 22))] * 60)
     write(30, 60)
-    flags = {**MODEL, "data_path": tmp_path / "train", "valid_data_path": tmp_path / "valid", "sep_token": -1}
+    flags = {**ONE_PROCESS, "data_path": tmp_path / "train", "valid_data_path": tmp_path / "valid", "sep_token": -1}
     flags |= {"index_dir": tmp_path / "index", "log_dir": tmp_path / "run", "val_interval": 1, "val_steps": 1}
-    flags |= {"engine": "torch", "device": "cpu", "mixed_precision": False, "global_batch_size": 2, "batch_size": 1}
     flags |= {"checkpoint_interval": 1}
     assert start(1) == [] and start(2) == []
     write(30, 70)

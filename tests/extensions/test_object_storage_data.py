@@ -27,7 +27,7 @@ from pretraining.extensions.object_storage.store import OBJECTS
 from pretraining.run.configure import configure
 from pretraining.storage import StorageError, location, stamp_of
 from tests.data.corpora import numbered, rows, settings, write_flat, write_lists, write_megatron, write_parquet
-from tests.end_to_end.small import MODEL, ROOT
+from tests.end_to_end.small import ONE_PROCESS, ROOT
 from tests.object_storage import KEYS, FaultProxy, GoogleStorage, upload
 from tests.processes import call
 from tests.waiting import PATIENCE, wait_until
@@ -87,9 +87,9 @@ def test_a_cache_of_data_that_are_local_is_said_to_have_no_effect(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_lists(tmp_path / "data" / "s0", [list(range(2, 42))] * 60)
-    flags = {**MODEL, "data_path": tmp_path / "data", "index_dir": tmp_path / "index", "log_dir": tmp_path / "run"}
-    flags |= {"engine": "torch", "device": "cpu", "mixed_precision": False, "global_batch_size": 2, "batch_size": 1}
-    train({**flags, "num_steps": 1, "sep_token": -1, "data_cache_dir": tmp_path / "cache", "data_cache_gib": 2})
+    flags = {**ONE_PROCESS, "data_path": tmp_path / "data", "index_dir": tmp_path / "index", "sep_token": -1}
+    flags |= {"num_steps": 1, "log_dir": tmp_path / "run", "data_cache_dir": tmp_path / "cache", "data_cache_gib": 2}
+    train(flags)
     output = capsys.readouterr().out
     assert all(f"\n{name}: no effect without data in" in output for name in ("data_cache_dir", "data_cache_gib"))
     local = settings(tmp_path / "data", data_cache_gib=2.0)

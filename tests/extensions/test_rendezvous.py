@@ -19,7 +19,7 @@ from pretraining.extensions.rendezvous.meeting import Member, Verdict, compare, 
 from pretraining.extensions.schedulers import describe_job
 from pretraining.parallel.processes import NoPeersError, Processes
 from tests.data.corpora import write_flat
-from tests.end_to_end.small import MODEL
+from tests.end_to_end.small import ONE_PROCESS
 from tests.parallel.launch import ROOT, environment
 from tests.ports import free_port
 from tests.processes import call, words
@@ -267,8 +267,7 @@ def test_the_processes_of_a_job_are_counted_in_the_variables_of_its_scheduler(na
 
 @pytest.mark.slow
 def test_processes_that_a_scheduler_has_started_do_not_train_a_run_each(tmp_path: Path) -> None:
-    flags = {**MODEL, "use_dummy_dataset": True, "num_steps": 1, "global_batch_size": 2, "batch_size": 1}
-    flags |= {"engine": "torch", "device": "cpu", "mixed_precision": False, "log_dir": tmp_path / "run"}
+    flags = {**ONE_PROCESS, "use_dummy_dataset": True, "num_steps": 1, "log_dir": tmp_path / "run"}
     command = [*python(), "main_training.py", *words(flags)]
     for nodes, code in (("", 2), ("1", 0)):
         variables = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "NNODES": nodes}

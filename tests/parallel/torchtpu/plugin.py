@@ -255,24 +255,20 @@ def _buffer_dimensions(args: Any) -> None:
     args.dims, args.num_dims = ctypes.addressof(buffer.dimensions), buffer.array.ndim
 
 
+NOTHING_TO_DO = ("Event_Destroy", "Event_Error", "Event_Await", "Plugin_Initialize", "Client_Destroy")
 FUNCTIONS: dict[str, Function] = {
+    **dict.fromkeys((*NOTHING_TO_DO, "Error_ForEachPayload"), _sets()),
     "Error_Destroy": _frees("error"),
     "Error_Message": _error_message,
     "Error_GetCode": _sets(code=INTERNAL_ERROR),
-    "Error_ForEachPayload": _sets(),
-    "Event_Destroy": _sets(),
     "Event_IsReady": _sets(is_ready=True),
-    "Event_Error": _sets(),
-    "Event_Await": _sets(),
     "Event_OnReady": _event_on_ready,
-    "Plugin_Initialize": _sets(),
     "Plugin_Attributes": _sets(
         **_attributes(
             {"xla_version": 2, "stablehlo_current_version": [1, 13, 0], "stablehlo_minimum_version": [0, 9, 0]}
         )
     ),
     "Client_Create": _sets(client=CLIENT),
-    "Client_Destroy": _sets(),
     "Client_PlatformName": _text("platform_name", "tpu"),
     "Client_PlatformVersion": _text("platform_version", "emulated"),
     "Client_ProcessIndex": _sets(process_index=RANK),
