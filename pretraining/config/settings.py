@@ -54,18 +54,18 @@ class Settings:
     # ---- Model
     model_variant: Annotated[str, OneOf((*VARIANTS, CUSTOM)), Resume.FREE, COMMON] = "llama2_7b"
     """Row of the variant table that gives the dimensions below. The 7b, 13b, 34b and 70b are short names of llama2_*;
-    tiny and mini are for CPUs; "custom": every dimension is set by its own flag."""
+    tiny and mini are for CPUs; "custom": every dimension is set by its own flag. Elsewhere: model, model_name."""
     num_layers: Annotated[int | None, AtLeast(1, below=10_000), Resume.SHAPE] = None
     """Transformer blocks. None: the variant's. Upper bounds here and below are far above any model: they end what would
-    exhaust memory before it is reported. Elsewhere: num_hidden_layers, n_layers."""
+    exhaust memory before it is reported. Elsewhere: num_hidden_layers, n_layers, n_layer."""
     hidden_size: Annotated[int | None, AtLeast(1, below=2**20), Resume.SHAPE] = None
     """Width of the residual stream, a multiple of num_attention_heads unless head_dim is set. None: the variant's.
     Elsewhere: dim, d_model, n_embd."""
     intermediate_size: Annotated[int | None, AtLeast(1, below=2**22), Resume.SHAPE] = None
     """Width of the feed-forward layer; with a gated activation, gate and up projection each have this width. None: the
-    variant's. Elsewhere: ffn_hidden_size, hidden_dim."""
+    variant's. Elsewhere: ffn_hidden_size, hidden_dim, ffn_dim."""
     num_attention_heads: Annotated[int | None, AtLeast(1, below=2**16), Resume.SHAPE] = None
-    """Query heads. None: the variant's. Elsewhere: n_heads."""
+    """Query heads. None: the variant's. Elsewhere: n_heads, n_head."""
     num_kv_heads: Annotated[int | None, AtLeast(1, below=2**16), Resume.SHAPE] = None
     """Key/value heads (grouped-query attention), a divisor of num_attention_heads. None: the variant's; for "custom",
     num_attention_heads. Elsewhere: num_key_value_heads, num_query_groups, n_kv_heads."""
@@ -87,7 +87,8 @@ class Settings:
     norm_bias: Annotated[bool, Needs("norm_type", "layernorm"), Resume.FUNCTION] = False
     """Add a bias in every norm."""
     qk_norm: Annotated[bool, Resume.FUNCTION] = False
-    """Normalize the queries and keys of each head before their rotation (q_norm and k_norm of Qwen 3)."""
+    """Normalize the queries and keys of each head before their rotation (q_norm and k_norm of Qwen 3). Elsewhere:
+    qk_layernorm."""
     activation: Annotated[Activation, Resume.FUNCTION] = "swiglu"
     """Activation of the feed-forward layer. "swiglu", "geglu", "geglu_tanh" and "reglu" are gated: a second matrix
     multiplies the activation. "gelu", "gelu_tanh" (its approximation), "relu", "silu" and "squared_relu" (Nemotron's)
@@ -108,15 +109,15 @@ class Settings:
     logit_softcap: Annotated[float, AtLeast(0), Resume.FUNCTION] = 0.0
     """Keep the logits below this in magnitude: logit_softcap x tanh(logit / logit_softcap) (Gemma 2: 30). 0: no cap."""
     tie_word_embeddings: Annotated[bool, Resume.STATE] = False
-    """Use the embedding as output head: one matrix, whose gradient is the sum of both uses."""
+    """Use the embedding as output head: one matrix, whose gradient is the sum of both uses. Elsewhere: tie_weights."""
     position_embedding_type: Annotated[Literal["rope", "learned_absolute", "none"], Resume.FUNCTION] = "rope"
     """"rope", "learned_absolute" (a vector for each of max_position_embeddings positions, added to the embedding of the
     token) or "none" (only the causal mask depends on positions)."""
     rotary_percentage: Annotated[float, Above(0, at_most=1), Resume.FUNCTION] = 1.0
-    """Fraction of the channels of a head that is rotated, counted from the first channel; the others carry no
-    position."""
+    """Fraction of the channels of a head that is rotated, counted from the first channel; the others carry no position.
+    Elsewhere: rotary_pct, rotary_percent."""
     rope_theta: Annotated[float | None, Above(0), Resume.FUNCTION] = None
-    """Base of the rotary frequencies. None: the variant's (10000 for "custom")."""
+    """Base of the rotary frequencies. None: the variant's (10000 for "custom"). Elsewhere: rotary_base, rope_base."""
     rope_scaling_type: Annotated[Literal["none", "linear", "llama3"], Resume.FUNCTION] = "none"
     """"none", "linear" (positions are divided by rope_scaling_factor) or "llama3" (Llama 3.1's scaling per
     frequency)."""
@@ -133,9 +134,9 @@ class Settings:
     hidden_dropout: Annotated[float, AtLeast(0, below=1)] = 0.0
     """Dropout probability of the embedding and of what attention and feed-forward layer add to the residual stream. The
     dropped values of all three dropouts are a function of (seed, step, row, token, channel): the same on every mesh and
-    after a resume. Validation and test have no dropout."""
+    after a resume. Validation and test have no dropout. Elsewhere: dropout."""
     attention_dropout: Annotated[float, AtLeast(0, below=1)] = 0.0
-    """Dropout probability of the attention weights."""
+    """Dropout probability of the attention weights. Elsewhere: attn_dropout, dropout."""
     ffn_dropout: Annotated[float, AtLeast(0, below=1)] = 0.0
     """Dropout probability of the activation of the feed-forward layer."""
     init_std: Annotated[float, AtLeast(0)] = 0.02
@@ -162,7 +163,7 @@ class Settings:
     sharding_group_size devices, replicated across groups). fsdp needs the least memory; hsdp keeps its all-gathers
     within a host or TPU slice; zero1 all-gathers parameters once per step instead of twice per micro-batch, if
     unsharded parameters fit; ddp is for models that are small compared with the memory of a device. Between steps, the
-    torch engine shards parameters with every strategy but ddp. Case is ignored."""
+    torch engine shards parameters with every strategy but ddp. Case is ignored. Elsewhere: zero_stage."""
     sharding_group_size: Annotated[int, AtLeast(0), Needs("sharding_strategy", "hsdp")] = 0
     """Data-parallel ranks per sharding group of hsdp, a divisor of devices / (tensor_parallel_size x
     context_parallel_size). 0: those of one host, or of one TPU slice, whose chips have fast links across its hosts.
@@ -171,22 +172,24 @@ class Settings:
     """Devices that share every matrix product: heads, feed-forward channels and vocabulary are sharded over them, and
     activations are all-reduced twice per block. They are adjacent devices, best of one host. For models whose layers,
     or whose smallest batch, are too large for one device. A divisor of num_attention_heads and intermediate_size. 1:
-    none. Elsewhere: tensor_model_parallel_size, tensor_parallel_degree."""
+    none. Elsewhere: tensor_model_parallel_size, tensor_parallel_degree, tp, tp_size."""
     sequence_parallel: bool = False
     """With tensor_parallel_size above 1: between matrix products, the tokens of a row are sharded over the tensor ranks
     too, so that norms and residuals are neither stored nor computed more than once."""
     context_parallel_size: Annotated[int, AtLeast(1)] = 1
     """Devices that share the tokens of a row, for sequences whose activations are too large for one device; keys and
     values are all-gathered for attention. Parameters are sharded over them as over data-parallel ranks. 1: none.
-    Elsewhere: context_parallel_degree."""
+    Elsewhere: context_parallel_degree, cp, cp_size."""
     low_cpu_fsdp: Annotated[bool, Resume.FREE] = False
     """True: build the model on the meta device and create each shard in place, so that host memory grows by one
-    parameter at a time. False: build the whole model in host memory first. The initial weights are the same.
-    With every sharding_strategy."""
+    parameter at a time. False: build the whole model in host memory first. The initial weights are the same. With every
+    sharding_strategy. Elsewhere: low_cpu_mem_usage."""
     cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory (FSDP2's offload policy). CUDA only."""
+    """Keep parameters, gradients and optimizer state in host memory (FSDP2's offload policy). CUDA only. Elsewhere:
+    offload."""
     collective_timeout: Annotated[int, AtLeast(1, below=10**9), Resume.FREE] = 600
-    """Seconds that a collective of the torch engine may wait for a peer before the run ends with an error."""
+    """Seconds that a collective of the torch engine may wait for a peer before the run ends with an error. Elsewhere:
+    ddp_timeout, timeout."""
 
     # ---- Precision
     mixed_precision: Annotated[bool, COMMON] = True
@@ -201,12 +204,13 @@ class Settings:
     matrix products in bf16, everything between them in fp32, like torch.autocast. "fp16": mixed_bf16 with fp16 instead
     of bf16, and a loss scale. "fp8": mixed_bf16, and the linear layers of the blocks multiply float8 matrices (inputs
     and weights e4m3, gradients e5m2), each scaled by its largest element; FSDP gathers weights in bf16. GPUs of compute
-    capability 8.9 or newer, or the CPU. MFU remains a share of the bf16 peak. "manual":
-    mixed_bf16 with master_weights, fp32_grad_acc and stochastic_rounding."""
+    capability 8.9 or newer, or the CPU. MFU remains a share of the bf16 peak. "manual": mixed_bf16 with master_weights,
+    fp32_grad_acc and stochastic_rounding. Elsewhere: dtype, fp16."""
     attention_impl: Literal["auto", "splash", "chunked"] = "auto"
     """How attention is computed: "chunked" (plain operations on chunks of the queries), "splash" (by the xla engine
     with JAX's fused kernel for TPUs, which needs the packages of requirements/tpu-aot.txt), or "auto": with the
-    device's fused kernel where there is one. The xla engine prints which one runs, and why."""
+    device's fused kernel where there is one. The xla engine prints which one runs, and why. Elsewhere:
+    attn_implementation, flash_attention, use_flash_attn."""
     reduce_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype in which gradients are summed over devices: "fp32", "bf16" or "auto": fp32 on the torch engine, the dtype
     of the parameters on the xla engine. bf16 sends half the bytes, and the sums have a relative error of about 0.5 %
@@ -241,11 +245,13 @@ class Settings:
     learning_rate: Annotated[float | None, Above(0), Resume.RATE, COMMON] = None
     """Peak learning rate. None: the optimizer's default, 3e-4 for adamw. Elsewhere: lr, max_lr."""
     adam_beta1: Annotated[float | None, AtLeast(0, below=1)] = None
-    """Decay of the first moment, of optimizers that have one. None: the optimizer's default, 0.9 for adamw."""
+    """Decay of the first moment, of optimizers that have one. None: the optimizer's default, 0.9 for adamw. Elsewhere:
+    beta1, betas."""
     adam_beta2: Annotated[float | None, AtLeast(0, below=1)] = None
-    """Decay of the second moment. None: the optimizer's default, 0.95 for adamw."""
+    """Decay of the second moment. None: the optimizer's default, 0.95 for adamw. Elsewhere: beta2, betas."""
     optimizer_eps: Annotated[float | None, Above(0)] = None
-    """Constant that is added to a denominator. None: the optimizer's default, 1e-8 for adamw."""
+    """Constant that is added to a denominator. None: the optimizer's default, 1e-8 for adamw. Elsewhere: adam_epsilon,
+    adam_eps, eps."""
     weight_decay: Annotated[float | None, AtLeast(0), COMMON] = None
     """Weight decay: per unit of learning rate, or added to the gradient by optimizers whose source does so. None: the
     optimizer's default, 0.1 for adamw."""
@@ -253,7 +259,7 @@ class Settings:
     """Decay norm weights and biases too."""
     grad_clip_thresh: Annotated[float, AtLeast(0)] = 1.0
     """Norm above which gradients are scaled down. 0: never. Elsewhere: max_grad_norm, gradient_clipping, clip_grad,
-    max_norm."""
+    max_norm, gradient_clip_val, grad_clip."""
     grad_clip_norm_type: Annotated[float, AtLeast(1, special=0, below=5)] = 2.0
     """p of the p-norm over all gradients that is reported and clipped by. 0: the largest absolute value. The sum of
     higher powers than 4 leaves the range of fp32."""
@@ -267,7 +273,7 @@ class Settings:
     Elsewhere: lr_scheduler_type, lr_decay_style."""
     lr_warmup_steps: Annotated[int | None, AtLeast(0), Resume.RATE, COMMON] = None
     """Optimizer steps of the warm-up, fewer than the schedule has. None: lr_warmup_ratio, or no warm-up. fms_cosine has
-    its own rule. Elsewhere: warmup_steps, warmup_iters, lr_warmup_iters."""
+    its own rule. Elsewhere: warmup_steps, warmup_iters, lr_warmup_iters, warmup."""
     lr_warmup_ratio: Annotated[float | None, AtLeast(0, below=1), Resume.RATE] = None
     """Warm-up as a fraction of the steps of the schedule; instead of lr_warmup_steps. Elsewhere: warmup_ratio,
     lr_warmup_fraction."""
@@ -293,15 +299,16 @@ class Settings:
     """Sequences per optimizer step over all devices, a multiple of batch_size x ranks; the quotient is the number of
     micro-batches. None: batch_size x ranks x gradient_accumulation_steps. Elsewhere: train_batch_size."""
     gradient_accumulation_steps: Annotated[int | None, AtLeast(1, below=2**20)] = None
-    """Micro-batches per optimizer step. None: derived from global_batch_size, or 1."""
+    """Micro-batches per optimizer step. None: derived from global_batch_size, or 1. Elsewhere: accumulate_grad_batches,
+    grad_accum."""
     seq_length: Annotated[int, AtLeast(1, below=2**28, special=0), COMMON] = 0
     """Length of a sequence in tokens. 0: the longest of the model, at most 4096. Elsewhere: seq_len, max_length,
-    max_seq_length."""
+    max_seq_length, block_size, context_length."""
     num_steps: Annotated[int, AtLeast(1), COMMON] = 1_000_000
     """Optimizer steps of the whole run; the learning rate schedule spans them. Elsewhere: max_steps, train_iters,
     steps."""
     seed: Annotated[int, AtLeast(0, below=2**63), COMMON] = 2023
-    """Seed of the initial weights, of dropout and of the order of the data."""
+    """Seed of the initial weights, of dropout and of the order of the data. Elsewhere: random_seed."""
 
     # ---- Data
     use_dummy_dataset: Annotated[bool, COMMON] = False
@@ -311,7 +318,7 @@ class Settings:
     """Folder of token shards, local or s3://BUCKET/NAME or gs://BUCKET/NAME (credentials as the clouds' own tools find
     them): one sub-folder per dataset, or the shards themselves. Of a folder that prepare.py wrote, or a DatasetDict
     that Hugging Face's datasets saved, training, validation and test take their own splits. Elsewhere: train_data_path,
-    dataset_path."""
+    dataset_path, train_data."""
     datasets: Annotated[str, COMMON] = ""
     """Sub-folders of data_path to mix. Empty: all of them, or data_path itself where it holds shards."""
     weights: Annotated[str, WEIGHTS, COMMON] = ""
@@ -399,12 +406,12 @@ class Settings:
     folders, or a folder in Hugging Face's format (config.json and safetensors; weights only). Weights and optimizer
     state are loaded, and the step starts at 0 unless load_step is set. A path without such a checkpoint is an error,
     except ckpt_save_path itself, from which a first start has nothing to load. Elsewhere: resume_from_checkpoint,
-    initial_load_path."""
+    initial_load_path, init_from, model_name_or_path, load."""
     ckpt_save_path: Annotated[str, Resume.FREE, STORABLE] = ""
     """Folder of the checkpoints of this run, step_N each, local or s3://BUCKET/NAME or gs://BUCKET/NAME. Empty:
     <log_dir>/checkpoints. A checkpoint in it takes precedence over ckpt_load_path: the run continues. Object storage
     has no locks, so every run needs a name of its own there, and the bucket a rule that removes uploads that were never
-    completed. Elsewhere: output_dir, dump_folder."""
+    completed. Elsewhere: output_dir, dump_folder, out_dir, save_dir, checkpoint_dir."""
     checkpoint_interval: Annotated[int, AtLeast(0, special=-1), Resume.FREE, COMMON] = -1
     """Optimizer steps between checkpoints; the last step is always saved. 0: never save, not even on a signal. -1:
     10000, or 0 with use_dummy_dataset. Elsewhere: save_steps, save_interval."""
@@ -447,6 +454,6 @@ class Settings:
     2024-02 advises against it with activation checkpointing. Here both go together (torch 2.9 and later): a block's
     checkpoint is compiled with it, which gives the same losses to the bit (test_torch_blocks.py) and recomputes only
     what gradients need: 15.4 of 265.8 TFLOP of a step of llama3_8b less than a checkpoint around the compiled block.
-    Elsewhere: torch_compile."""
+    Elsewhere: torch_compile, compile."""
     compile_cache_dir: Annotated[str, Resume.FREE, PER_HOST] = ""
     """Folder of the persistent compilation cache of XLA (on TPUs: the CPU backend cannot read it). Empty: off."""

@@ -154,6 +154,8 @@ def test_the_name_of_a_run_is_one_folder(name: str) -> None:
 MEANT = {"lr": "learning_rate", "learningrate": "learning_rate", "max-grad-norm": "grad_clip_thresh"}
 MEANT |= {"save_steps": "checkpoint_interval", "gbs": "global_batch_size", "num_step": "num_steps"}
 MEANT |= {"tensor_parallel": "tensor_parallel_size", "num_heads": "num_attention_heads or --num_kv_heads"}
+MEANT |= {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "cp_size": "context_parallel_size"}
+MEANT |= {"betas": "adam_beta1 or --adam_beta2", "dropout": "hidden_dropout or --attention_dropout"}
 REFUSED: list[tuple[str, str]] = [  # a command line, and what is said of it
     ("--batch_sise=4", "--batch_sise=4  no such flag; did you mean --batch_size"),
     ("--batch_sise 4", "--batch_sise=4  no such flag; did you mean --batch_size"),

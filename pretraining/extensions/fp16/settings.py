@@ -31,7 +31,7 @@ class Float16Config(TrainConfig):
     when gradients overflow (that step is skipped) and doubled after loss_scale_window steps without overflow. The loss
     is the mean of a micro-batch: with another batch_size, other steps overflow."""
     initial_scale_power: Annotated[int, AtLeast(0, below=33), Needs("precision", "fp16")] = 16
-    """Dynamic loss scale: the first scale is 2 to this power."""
+    """Dynamic loss scale: the first scale is 2 to this power. Elsewhere: initial_loss_scale."""
     loss_scale_window: Annotated[int, AtLeast(1), Needs("precision", "fp16")] = 1000
     """Dynamic loss scale: steps without overflow after which the scale doubles."""
     loss_scale_hysteresis: Annotated[int, AtLeast(1), Needs("precision", "fp16")] = 2

@@ -18,7 +18,8 @@ class HeldOutConfig(TrainConfig):
 
     # ---- Validation
     val_sanity_steps: Annotated[int, AtLeast(0, special=-1), Needs("val_interval")] = 0
-    """Global batches of a validation before the first step, reported as step 0. 0: none; -1: as many as val_steps."""
+    """Global batches of a validation before the first step, reported as step 0. 0: none; -1: as many as val_steps.
+    Elsewhere: num_sanity_val_steps."""
 
     def held_out_splits(self) -> list[str]:
         """See TrainConfig."""

@@ -18,7 +18,8 @@ class ManualPrecisionConfig(TrainConfig):
     master_weights: Annotated[bool | None, Needs("precision", "manual")] = None
     """True: parameters and optimizer state in fp32. False: in bf16. None: True."""
     fp32_grad_acc: Annotated[bool | None, Needs("precision", "manual")] = None
-    """True: sum the gradients of micro-batches in fp32. False: in bf16. None: True."""
+    """True: sum the gradients of micro-batches in fp32. False: in bf16. None: True. Elsewhere:
+    accumulate_allreduce_grads_in_fp32."""
     stochastic_rounding: Annotated[bool | None, Needs("precision", "manual")] = None
     """True: round to bf16 stochastically, which is exact on average; deterministic, and the same on every mesh. False:
     round to nearest. None: False."""

@@ -39,7 +39,7 @@ class PipelineConfig(TrainConfig):
     """Stages of a pipeline: groups of devices each of which has some of the layers. The micro-batches of a step pass
     through them one after another, and their number (gradient_accumulation_steps) is a multiple of the stages; for
     (stages - 1) / (virtual_pipeline_size x micro-batches) of the time that a stage works, it idles. 1: none. Elsewhere:
-    pipeline_model_parallel_size, pipeline_parallel_degree."""
+    pipeline_model_parallel_size, pipeline_parallel_degree, pp, pp_size."""
     virtual_pipeline_size: Annotated[int, AtLeast(1), Needs("pipeline_parallel_size")] = 1
     """Pieces of consecutive layers that each stage has: every micro-batch passes through all stages as many times, and
     the stages idle less."""

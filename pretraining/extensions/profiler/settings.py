@@ -19,7 +19,7 @@ class ProfilerConfig(TrainConfig):
 
     # ---- Logging and profiling
     use_profiler: Annotated[bool, Resume.FREE] = False
-    """Write a trace of profile_num_steps steps to <log_dir>/profile."""
+    """Write a trace of profile_num_steps steps to <log_dir>/profile. Elsewhere: profile."""
     profiler_rank0_only: Annotated[bool, Resume.FREE] = True
     """True: only process 0 writes a trace. False: every process does."""
     profile_start_step: Annotated[int, AtLeast(1), Resume.FREE] = 5

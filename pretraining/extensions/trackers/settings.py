@@ -34,11 +34,11 @@ class TrackersConfig(TrainConfig):
     """Folder of the TensorBoard events. Empty: <log_dir>/tensorboard."""
     tracker: Annotated[Literal["", "wandb", "aim"], Resume.FREE] = ""
     """"wandb": send every report to Weights & Biases too; "aim": to a repository of Aim. Either needs the package of
-    that name. Empty: none."""
+    that name. Empty: none. Elsewhere: report_to, use_wandb, wandb_log."""
     tracker_dir: Annotated[str, Resume.FREE, PER_HOST] = ""
     """Folder of the tracker's own files, for Aim of its repository. Empty: log_dir."""
     tracker_project_name: Annotated[str, NAME, Resume.FREE] = "llama"
-    """Project of the run in the tracker."""
+    """Project of the run in the tracker. Elsewhere: wandb_project."""
     tracker_run_id: Annotated[str, NAME, Needs("tracker"), Resume.FREE] = ""
     """The tracker's id of the run, to continue one that it has. Empty: the name of log_dir."""
 
