@@ -130,3 +130,10 @@ def test_a_constant_part_that_leaves_no_step_for_the_cosine_is_named(warmup: int
         decays = any(0.1 < learning_rate(config, step) < 1.0 for step in range(warmup + 1, 100))
         lines = notes(config, model_shape(config), Mesh(), "torch")
         assert [line.split(":")[0] for line in lines] == ([] if decays else [f"lr_constant_steps={constant}"])
+
+
+def test_the_xla_engine_says_that_it_compiles_although_a_flag_forbids_it() -> None:
+    for engine, given, count in (("xla", False, 1), ("xla", True, 0), ("xla", None, 0), ("torch", False, 0)):
+        config = CONFIGURATION(model_variant="tiny", use_torch_compile=given)
+        lines = notes(config, model_shape(config), Mesh(), engine)
+        assert lines == ["use_torch_compile=False: no effect, because the xla engine always compiles"] * count

@@ -187,7 +187,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def notes(config: TrainConfig, shape: ModelShape, mesh: Mesh, engine: str, linked: str = "") -> list[str]:
-    """Return a line for each setting of schedule or parallelism that has another effect than its name says.
+    """Return a line for each setting of schedule, compiler or parallelism with another effect than its name says.
 
     linked: why devices have fast links between them.
     """
@@ -199,6 +199,8 @@ def notes(config: TrainConfig, shape: ModelShape, mesh: Mesh, engine: str, linke
     if config.lr_constant_steps and decay <= 1:  # the cosine's first step is at the peak
         falls = "the learning rate falls from its peak to min_lr at once"
         lines.append(f"lr_constant_steps={config.lr_constant_steps}: leaves no step for the cosine, {falls}")
+    if engine == "xla" and config.use_torch_compile is False:
+        lines.append("use_torch_compile=False: no effect, because the xla engine always compiles")
     if config.sequence_parallel and mesh.tensor == 1:
         lines.append("sequence_parallel: off, because tensor_parallel_size is 1")
     if config.sharding_strategy in ("zero1", "zero2") and mesh.shard * mesh.context == 1:
