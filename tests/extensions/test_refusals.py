@@ -60,6 +60,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"val_interval": 10}, "--val_interval=10 .*--val_steps"),
     ({**STORED, "val_interval": 9, "val_steps": 1}, "--val_interval=9 .*--split"),
     ({**STORED, "test_steps": 1, "split": "9,1"}, "--test_steps=1 .*--test_data_path.*third share"),
+    ({**STORED, "split": "8,1,1", "valid_data_path": "v"}, "--split=8,1,1 .*nothing reads.*valid_data_path=v"),
     # kv_replication
     ({"tensor_parallel_size": 8, "kv_replication": 3, "num_kv_heads": 2}, "=3 .*num_kv_heads=2.*use 4 or 8"),
     # length_stages

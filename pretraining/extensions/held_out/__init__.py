@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pretraining.config.declaration import AtLeast, Needs
 from pretraining.config.extension import Extension, Watcher
 from pretraining.config.training import TrainConfig
-from pretraining.extensions.held_out.checks import check_test_data, check_validation_data
+from pretraining.extensions.held_out.checks import check_shares, check_test_data, check_validation_data
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def watch(run: Any) -> Watcher | None:
 
 EXTENSION = Extension(
     configuration=HeldOutConfig,
-    stored_data_checks=(check_validation_data, check_test_data),
+    stored_data_checks=(check_validation_data, check_test_data, check_shares),
     switches={
         "val_interval": ("valid_data_path", "valid_datasets", "valid_weights", "val_steps"),
         "test_steps": ("test_data_path",),

@@ -34,6 +34,14 @@ def check_test_data(config: TrainConfig) -> Iterator[Problem]:
         yield problem(config, "test_steps", remedy, is_missing=True)
 
 
+def check_shares(config: TrainConfig) -> Iterator[Problem]:
+    """What split holds back of data_path is read: no folder of the same split takes its place."""
+    for share, name in zip(parse_split(config.split)[1:], ("valid_data_path", "test_data_path"), strict=False):
+        if share and (folder := getattr(config, name)) and not config.use_dummy_dataset:
+            remedy = f"holds documents back which nothing reads, because {name}={folder}; make that share 0"
+            yield problem(config, "split", f"{remedy}, or remove {name}")
+
+
 def _holds(config: TrainConfig, split: str) -> bool:
     """Whether data_path is a folder of several splits, this one among them."""
     layout = split_folders(location(config.data_path)) if config.data_path and not config.datasets else None
