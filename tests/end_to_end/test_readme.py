@@ -55,11 +55,11 @@ def test_every_command_of_the_readme_succeeds_and_the_quickstart_learns(checkout
     (sample,) = (text for command, text in outputs.items() if "generate runs/mine" in command)
     assert "The " in sample
     assert any("Benchmark summary" in text and "tokens/s" in text for text in outputs.values())
-    training = checkout / "pretraining" / "config" / "training.py"  # the second way to use it
-    source = training.read_text()
+    settings = checkout / "pretraining" / "config" / "settings.py"  # the second way to use it
+    source = settings.read_text()
     edited = re.sub(r"(    num_steps: .* = )1_000_000\n", r"\g<1>2\n", source)
     assert edited != source
-    training.write_text(edited)
+    settings.write_text(edited)
     dummy = "--use_dummy_dataset --model_variant=tiny --seq_length=64 --batch_size=1 --engine=torch --device=cpu"
     assert "complete: 2 steps" in run(f".venv/bin/python main_training.py {dummy} --mixed_precision=False", checkout)
-    training.write_text(source)
+    settings.write_text(source)
