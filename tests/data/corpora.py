@@ -127,3 +127,12 @@ def epoch_tokens(stream: Stream) -> int:
     """Tokens of one epoch of the only dataset, separators included."""
     (dataset,) = stream.facts["datasets"]
     return int(dataset["tokens"])
+
+
+def notes_on(stream: Stream) -> list[str]:
+    """Return what the overview says of how the data are read."""
+    import pytest
+
+    overview = pytest.importorskip("pretraining.extensions.overview.data")
+    notes: list[str] = overview.data_notes(stream.facts)
+    return notes

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from pretraining.config.errors import UserError
 from pretraining.data import IGNORED, open_stream
-from pretraining.extensions.overview.data import data_notes
-from tests.data.corpora import SEPARATOR, corpus, numbered, rows, settings, write_flat
+from tests.data.corpora import SEPARATOR, corpus, notes_on, numbered, rows, settings, write_flat
 
 EOS, BOS, BOL, EOL = 900_001, 900_002, 900_003, 900_004
 
@@ -41,7 +40,7 @@ def test_without_shuffling_documents_come_as_they_are_stored_between_their_speci
         stored = [token for document in documents if document for token in [*begin, *document, *end]]
         steps = 2 * len(stored) // 16  # of two epochs
         assert np.concatenate(rows(stream, steps)).tolist() == (stored * 2)[: steps * 16]
-        notes = data_notes(stream.facts)
+        notes = notes_on(stream)
         assert ("no separator between documents (--sep_token)" in notes) == (not end)
 
 
@@ -140,4 +139,4 @@ def test_a_separator_that_the_documents_contradict_is_asked_for(tmp_path: Path) 
     for name, token, strip, separators in given:
         stream = open_stream(settings(tmp_path / "data", **{name: token, "strip_tokens": strip}))
         assert stream.facts["datasets"][0]["tokens"] == 20 * 36 + separators * 60
-        assert data_notes(stream.facts) == [f"separator {token} after every document (--{name})"]
+        assert notes_on(stream) == [f"separator {token} after every document (--{name})"]

@@ -20,7 +20,6 @@ pytest.importorskip("pretraining.extensions.tokenizers")
 from main_training import configure
 from pretraining.config.errors import UserError
 from pretraining.data import IGNORED, open_stream
-from pretraining.extensions.overview.data import data_notes
 from pretraining.extensions.tokenizers.tokenizer import (
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
@@ -33,7 +32,7 @@ from pretraining.tools.convert.export_tokenizer import export_tokenizer
 from pretraining.tools.prepare import prepare
 from pretraining.tools.prepare.chat import ChatTemplate, TemplateSource, check_tokens, find_template
 from pretraining.tools.prepare.instructions import Example, InstructionOptions, PackedRow, Packer, Reader
-from tests.data.corpora import settings, write_instructions, write_table
+from tests.data.corpora import notes_on, settings, write_instructions, write_table
 from tests.tokenizer_files import write_byte_level
 
 LENGTH = 16
@@ -408,7 +407,7 @@ def test_labels_are_those_of_the_column_one_place_earlier(tmp_path: Path, store:
             assert got == [*want[tuple(row)][1:], IGNORED]  # nothing predicts the first token of the next row
     trained = sum(map(sum, masks)) / (20 * LENGTH)
     note = f"data: {trained:.1%} of the tokens are trained, examples continue in the next row"
-    assert note in data_notes(stream.facts)
+    assert note in notes_on(stream)
 
 
 def test_labels_of_examples_of_any_length_survive_the_cutting_into_rows(tmp_path: Path) -> None:

@@ -34,7 +34,6 @@ from pretraining.data import open_stream
 from pretraining.data.datasets import open_datasets
 from pretraining.data.files import file_hash
 from pretraining.data.opening import check_data
-from pretraining.extensions.overview.data import data_notes
 from pretraining.extensions.tokenizers.tokenizer import open_tokenizer, train
 from pretraining.storage import FolderLock
 from pretraining.tools import inspect_data
@@ -42,7 +41,7 @@ from pretraining.tools.inspect_data import verify_dataset, whole_corpus
 from pretraining.tools.prepare import prepare
 from pretraining.tools.prepare.shards import ShardWriter
 from pretraining.tools.prepare.text import FileRange, divide, find_files, read_documents
-from tests.data.corpora import rows
+from tests.data.corpora import notes_on, rows
 from tests.faults.damage import flip_bit_at
 from tests.processes import call, words
 from tests.tokenizer_files import write_byte_level
@@ -322,8 +321,8 @@ def test_another_tokenizer_than_that_of_the_data_is_refused(
     stream = open_stream(configure({**flags, "tokenizer_path": str(tmp_path / "copy.model")}))
     assert stream.state(0)["mixture"]["train"]["tokenizer_sha256"] == file_hash(out / "tokenizer.model")
     line = "train: its tokenizer has 400 ids, the model's vocabulary 410: the rest is never trained"
-    assert line in data_notes(stream.facts)
-    assert not any("ids" in note for note in data_notes(open_stream(configure({**flags, "vocab_size": 400})).facts))
+    assert line in notes_on(stream)
+    assert not any("ids" in note for note in notes_on(open_stream(configure({**flags, "vocab_size": 400}))))
     with pytest.raises(UserError, match=r"400 ids, but the model's vocabulary is 300: .*--vocab_size=400"):
         open_stream(configure({**flags, "vocab_size": 300}))
 
@@ -356,7 +355,7 @@ def test_the_output_folder_is_recognised_as_training_and_validation_data(prepare
     named = {**flags, "data_path": str(out / "train"), "valid_data_path": str(out / "valid")}
     for split in ("train", "valid"):
         stream = open_stream(configure({**flags, "val_interval": 10, "val_steps": -1}), split=split)
-        assert data_notes(stream.facts) == [
+        assert notes_on(stream) == [
             f"{out} is a prepared folder: train from train/, valid from valid/",
             "separator 2 after every document (meta.json)",
         ]
