@@ -125,7 +125,9 @@ def is_there(fields: dict[str, Any]) -> bool:
     precision_is_there = has_fp8 or fields.get("precision") != "fp8"
     optimizer_is_there = fields.get("optimizer", "adamw") in CONFIGURATION.optimizers()
     schedule_is_there = fields.get("lr_schedule", "cosine") in CONFIGURATION.schedules()
-    settings_are_there = fields.keys() <= SETTINGS.keys()
+    has_held_out = importlib.util.find_spec("pretraining.extensions.held_out") is not None
+    held_out_is_there = has_held_out or not fields.keys() & {"val_interval", "test_steps", "valid_data_path"}
+    settings_are_there = held_out_is_there and fields.keys() <= SETTINGS.keys()
     return settings_are_there and precision_is_there and optimizer_is_there and schedule_is_there
 
 
