@@ -6,7 +6,6 @@ See stream.py for what it returns.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from pretraining.config.batches import GlobalBatches
@@ -30,9 +29,7 @@ from pretraining.data.lanes import PERIOD, MixtureSchedule, mixture_schedule
 from pretraining.data.origin import check_tokenizer
 from pretraining.data.state import TOKENIZER, open_state
 from pretraining.data.stream import BatchFields, Counters, Mixture, OwnRows, RankSlice, Rows, Stream, payload
-from pretraining.storage import store_of
-
-NO_ROWS: Mapping[str, Rows] = MappingProxyType({})  # split -> data of one's own
+from pretraining.storage import ReadAhead, store_of
 
 
 def open_stream(
@@ -58,13 +55,7 @@ def open_stream(
     source = split_source(config, split)
     datasets = datasets or open_datasets(config, split)
     special = special_tokens(config, datasets)
-    files, cache = OpenFiles(), BlockCache()
-    ahead = store_of(source.folder).read_ahead(config)
-    orders = [_order(config, special, dataset.name, any(fields)) for dataset in datasets]
-    corpora = [
-        Corpus(dataset.shards, dataset.documents, order, files, cache, ahead, config.block_check(dataset.description))
-        for dataset, order in zip(datasets, orders, strict=True)
-    ]
+    corpora, files, ahead = _corpora(config, source, datasets, special, any(fields))
     _check_not_empty(source, datasets, corpora, split)
     schedule = mixture_schedule(dataset_weights(source, datasets, [corpus.tokens for corpus in corpora]))
     tokens = payload(config, special)
@@ -108,11 +99,12 @@ def refuse_unread(config: TrainConfig, own: Mapping[str, Rows]) -> None:
         raise UserError(f"data={', '.join(unread)}: the run reads no such split: {remedy}")
 
 
-def check_data(config: TrainConfig, own: Mapping[str, Rows] = NO_ROWS) -> dict[str, list[Dataset]]:
+def check_data(config: TrainConfig, own: Mapping[str, Rows] | None = None) -> dict[str, list[Dataset]]:
     """Return the datasets of every split that is read from shards.
 
     Raises UserError for everything about the run's data that can be known without the number of devices.
     """
+    own = own or {}
     refuse_unread(config, own)
     if config.tokenizer_path and not config.use_dummy_dataset:  # checkpoints record it, also where training reads none
         check_tokenizer(config.tokenizer_path)
@@ -165,11 +157,21 @@ def _open_endless(
     return Stream(source, rank_slice, fields, state=first_state, facts=facts, batches=batches)
 
 
-def _order(config: TrainConfig, special: SpecialTokens, name: str, boundaries: bool) -> DocumentOrder:
-    """Return the order of a dataset. Its name is part of the key: it keeps its order whatever it is mixed with."""
-    key = (config.seed, int(short_hash(name), 16))
-    shuffled = config.shuffle != "none"
-    return DocumentOrder(key, shuffled, special.eos, special.bos, boundaries)
+def _corpora(
+    config: TrainConfig, source: SplitSource, datasets: list[Dataset], special: SpecialTokens, boundaries: bool
+) -> tuple[list[Corpus], OpenFiles, ReadAhead | None]:
+    """Return the stream of each dataset, and what they read through.
+
+    A dataset's name is part of its key: it keeps its order whatever it is mixed with.
+    """
+    corpora, files, cache, shuffled = list[Corpus](), OpenFiles(), BlockCache(), config.shuffle != "none"
+    ahead = store_of(source.folder).read_ahead(config)
+    for dataset in datasets:
+        key = (config.seed, int(short_hash(dataset.name), 16))
+        order = DocumentOrder(key, shuffled, special.eos, special.bos, boundaries)
+        check = config.block_check(dataset.description)
+        corpora.append(Corpus(dataset.shards, dataset.documents, order, files, cache, ahead, check))
+    return corpora, files, ahead
 
 
 def order_settings(config: TrainConfig, special: SpecialTokens, shares: str) -> dict[str, Any]:
