@@ -97,13 +97,15 @@ def main() -> None:
     with TemporaryDirectory() as name:
         folder = Path(name)
         traced = trace(folder, config)
-        target = compiler_target(config)
+        target, began = compiler_target(config), time.process_time()
         programs = compile_all(folder, traced["runs"], target)
+        seconds = time.process_time() - began
         step = read_step(folder, target, 0.0, programs, visible_share(config))
     peak = peak_of(traced["runs"], programs)
     figures = figures_of("TorchTPU", config.seq_length, step)
     print_figures([figures._replace(temporaries=peak - traced["state"], peak=peak)], plan, step)
     print(f"{len(traced['runs'])} runs of {len(programs)} programs; between steps {traced['state'] / 1e9:.2f} GB")
+    print(f"compiled in {seconds:.0f} CPU s")
 
 
 if __name__ == "__main__":

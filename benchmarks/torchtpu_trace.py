@@ -137,7 +137,7 @@ def main(folder: Path) -> None:
     from pretraining.parallel.select import engine_class
     from pretraining.parallel.torch import engine as torch_engine
 
-    torch_engine.initial_weight = lambda *_: torch.zeros(1).expand(_[3])  # type: ignore
+    torch_engine.initial_weight = lambda _, name, shape: torch.zeros(1).expand(shape)  # type: ignore
     engine = engine_class(CONFIG, "torch")(CONFIG)
     trainee = engine.place(build_model(CONFIG))
     stream = open_stream(CONFIG, engine.data_rank, engine.data_size)
