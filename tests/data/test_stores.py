@@ -155,6 +155,18 @@ def test_nested_dataset_names_and_a_bare_folder_of_shards_are_found(tmp_path: Pa
     assert open_stream(settings(tmp_path / "data")).facts["datasets"][0]["name"] == "lang=en"
 
 
+@pytest.mark.parametrize(("link", "target"), [("a/s1.arrow", "gone"), ("b", "gone"), ("a/more", "../../other")])
+def test_a_link_whose_shards_would_be_left_out_is_refused(tmp_path: Path, link: str, target: str) -> None:
+    corpora.write_lists(tmp_path / "data" / "a" / "s0", DOCUMENTS)
+    corpora.write_lists(tmp_path / "other" / "s0", DOCUMENTS)
+    (tmp_path / "data" / "a" / "s2.arrow").symlink_to("../../other/s0.arrow")
+    (tmp_path / "data" / "c").symlink_to("../other")  # a dataset
+    assert [row["shards"] for row in open_stream(settings(tmp_path / "data")).facts["datasets"]] == [2, 1]
+    (tmp_path / "data" / link).symlink_to(target)
+    with pytest.raises(UserError, match=f"{link}: a link to a folder, or to nothing, is not read"):
+        open_stream(settings(tmp_path / "data"))
+
+
 def test_a_file_whose_messages_do_not_follow_each_other_is_read_by_its_footer(tmp_path: Path) -> None:
     """As polars writes it, with other bytes between the magic number and the first record batch."""
     path = corpora.write_lists(tmp_path / "data" / "s", DOCUMENTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
 
@@ -26,25 +27,33 @@ def shard_formats() -> dict[str, ShardFormat]:
 def find_datasets(root: Location, names: str) -> list[str]:
     """Return the sub-folders of `root` to read: those in `names` (comma-separated), or all; [""] for `root` itself.
 
-    UserError with the nearest names if one does not exist.
+    UserError with the nearest names if one does not exist, or for a link to nothing.
     """
     if not root.exists():
         raise UserError(f"{root.resolve()}: no such folder; {_suggest(root.resolve().parent, root.name)}")
     listed = [name.strip() for name in names.split(",") if name.strip()]
-    repeated = sorted({name for name in listed if listed.count(name) > 1})
-    if repeated:
+    if repeated := sorted({name for name in listed if listed.count(name) > 1}):
         raise UserError(f"{', '.join(repeated)} appears more than once in the datasets of {root}: give it more weight")
     for name in listed:
         if not (root / name).exists():
             raise UserError(f"{root / name}: no such dataset; {_suggest(root, name)}")
     if listed:
         return listed
-    if root.is_file() or any(
-        _is_visible(Path(file.name)) and _format(file) for file in root.iterdir() if file.is_file()
-    ):
+    if root.is_file():
         return [""]
-    folders = sorted(folder.name for folder in root.iterdir() if folder.is_dir() and _is_visible(Path(folder.name)))
+    paths = [path for path in root.iterdir() if _is_visible(Path(path.name))]
+    if any(_format(path) for path in paths if path.is_file()):
+        return [""]
+    _refuse_links(path for path in paths if not path.is_dir())
+    folders = sorted(path.name for path in paths if path.is_dir())
     return [name for name in folders if find_shards(root / name, "auto")] or [""]
+
+
+def _refuse_links(paths: Iterable[object]) -> None:
+    """Raise UserError for a link whose shards nothing would read: to a folder, or to nothing."""
+    for path in paths:
+        if isinstance(path, Path) and path.is_symlink() and not path.is_file():
+            raise UserError(f"{path}: a link to a folder, or to nothing, is not read: link to files, or remove it")
 
 
 def _suggest(folder: Location, name: str) -> str:
@@ -52,8 +61,7 @@ def _suggest(folder: Location, name: str) -> str:
     if (folder / f"{name}.bin").is_file():
         return f"{name}.bin is there: give {name}.idx, which Megatron writes next to it"
     existing = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
-    close = difflib.get_close_matches(name, existing, n=1, cutoff=0.5)
-    if close:
+    if close := difflib.get_close_matches(name, existing, n=1, cutoff=0.5):
         return f"did you mean {close[0]}?"
     return f"{folder} holds {', '.join(existing[:8]) or 'no folders'}"
 
@@ -61,15 +69,14 @@ def _suggest(folder: Location, name: str) -> str:
 def find_shards(folder: Location, file_type: str) -> list[tuple[str, str]]:
     """Return (path, format) of every shard under `folder`, by path. file_type: one format only, or "auto".
 
-    UserError names a file that is neither a shard nor one of the files that may be next to shards.
+    UserError names a file that is neither a shard nor one of the files that may be next to shards, or a link whose
+    shards would be left out.
     """
     files = [folder]
     if folder.is_dir():
-        files = sorted(
-            file
-            for file in folder.rglob("*")
-            if file.is_file() and _is_visible(PurePath(str(file)).relative_to(str(folder)))
-        )
+        paths = [path for path in folder.rglob("*") if _is_visible(PurePath(str(path)).relative_to(str(folder)))]
+        _refuse_links(paths)
+        files = sorted(path for path in paths if path.is_file())
     for parent in [file.parent for file in files if file.name == DATASET_STATE]:
         listed = _listed_shards(parent)  # next to them are cache-*.arrow of Dataset.map, which repeat documents
         if listed is not None:
@@ -79,10 +86,8 @@ def find_shards(folder: Location, file_type: str) -> list[tuple[str, str]]:
     for file, name in formats.items():
         if name is None and not _is_companion(file):
             kind = "neither an Arrow, Parquet nor Megatron shard" if SHARD_FORMATS else f"no Arrow shard ({_OTHERS})"
-            raise UserError(
-                f"{file}: {size_of(file)} bytes, {kind}: remove it, "
-                "complete it, write its tokens as lists in Arrow, or its text with python -m pretraining.tools.prepare"
-            )
+            remedy = "write its tokens as lists in Arrow, or its text with python -m pretraining.tools.prepare"
+            raise UserError(f"{file}: {size_of(file)} bytes, {kind}: remove it, complete it, {remedy}")
     return [(str(file), name) for file, name in formats.items() if name and file_type in ("auto", name)]
 
 
@@ -103,8 +108,7 @@ def _listed_shards(folder: Location) -> set[Location] | None:
     if state.get("_indices_data_files"):
         raise UserError(f"{path}: the dataset selects rows of its shards: call flatten_indices() before save_to_disk()")
     listed = {folder / entry["filename"] for entry in state["_data_files"]}
-    missing = sorted(file for file in listed if not file.is_file())
-    if missing:
+    if missing := sorted(file for file in listed if not file.is_file()):
         raise UserError(f"{missing[0]}: missing, but {DATASET_STATE} lists it: copy or save the dataset again")
     return listed
 
