@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("pretraining.extensions.data_changes")
 
 from pretraining.data import open_stream
-from tests.data.corpora import rows, settings
+from tests.data.corpora import corpus, numbered, rows, settings
 from tests.data.test_mixture import three, whose
 
 
@@ -33,7 +33,7 @@ def test_a_mixture_changed_on_purpose_begins_there_and_repeats_nothing(tmp_path:
     assert np.array_equal(rows(open_stream(after, state=stream.state(100)), 220), got[100:])
 
 
-def test_a_dataset_that_left_goes_on_where_it_stood_when_it_returns(tmp_path: Path) -> None:
+def test_a_dataset_that_left_goes_on_where_it_stood_unless_it_returns_with_other_content(tmp_path: Path) -> None:
     three(tmp_path / "data")
     alone = rows(open_stream(settings(tmp_path / "data", datasets="a")), 60)
     accept = {"accept_data_changes": True}
@@ -41,6 +41,9 @@ def test_a_dataset_that_left_goes_on_where_it_stood_when_it_returns(tmp_path: Pa
     second = open_stream(settings(tmp_path / "data", datasets="b", **accept), state=first.state(25))
     third = open_stream(settings(tmp_path / "data", datasets="a", **accept), state=second.state(10))
     assert np.array_equal(rows(third, 35), alone[25:])
+    corpus(tmp_path / "data", numbered([15] * 300), name="a")  # instead of the first of its two shards
+    anew = open_stream(settings(tmp_path / "data", datasets="a", **accept), state=second.state(10))
+    assert np.array_equal(rows(anew, 35), rows(open_stream(settings(tmp_path / "data", datasets="a")), 35))
 
 
 def test_other_weights_count_from_their_own_beginning(tmp_path: Path) -> None:

@@ -18,13 +18,16 @@ def begin_mixture(
     reached = {**previous["consumed"], **consumed_at(previous, previous["sequences"])}
     if previous["order"] != order:
         reached = {}
-    old = previous["mixture"]
+    old = dict[str, Any]()  # every dataset of the run, as it was when it was read last
+    for earlier in (*previous["earlier"], previous):
+        old |= earlier["mixture"]
     unchanged = {
         name: count
         for name, count in reached.items()
-        if name not in mixture or name not in old or old[name]["fingerprint"] == mixture[name]["fingerprint"]
+        if name not in mixture or old[name]["fingerprint"] == mixture[name]["fingerprint"]
     }
-    record = {"until": previous["sequences"], "mixture": old, "order": previous["order"], "changes": changes}
+    kept = {"mixture": previous["mixture"], "order": previous["order"]}
+    record = {"until": previous["sequences"], **kept, "changes": changes}
     return {
         "version": VERSION,
         "sequences": previous["sequences"],
