@@ -79,6 +79,7 @@ ENCODINGS = {
     "fixed_size_list": pa.list_(pa.uint16(), 20),
     "large_list_of_uint64": pa.large_list(pa.uint64()),
     "behind_a_dictionary": pa.list_(pa.int32()),
+    "behind_a_list_of_dictionaries": pa.list_(pa.int32()),
 }
 
 
@@ -86,8 +87,11 @@ ENCODINGS = {
 @pytest.mark.parametrize("store", ["arrow", "stream", "parquet"])
 def test_columns_of_every_encoding_give_the_same_documents(tmp_path: Path, name: str, store: str) -> None:
     columns = {"tokens": pa.array(SPLITS["train"], ENCODINGS[name])}
-    if name == "behind_a_dictionary":
+    if name.startswith("behind"):
         columns = {"source": pa.array(["web", "books"] * 20).dictionary_encode(), **columns}
+    if name == "behind_a_list_of_dictionaries":
+        pytest.importorskip("pretraining.extensions.shard_formats")
+        columns["source"] = pa.ListArray.from_arrays(np.arange(41, dtype=np.int32), columns["source"])
     corpora.write_table(tmp_path / "data" / "shard", pa.table(columns), store, rows=7)
     stream = open_stream(settings(tmp_path / "data", shuffle="none"))
     expected = [token for document in SPLITS["train"] for token in [*document, corpora.SEPARATOR]]

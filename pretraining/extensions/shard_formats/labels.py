@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pretraining.config.errors import UserError
-from pretraining.data.stores.arrow import NULLS, label_columns, list_offsets, token_type
+from pretraining.data.stores.arrow import NULLS, is_list, label_columns, list_offsets, token_type
 from pretraining.data.stores.labels import BEGINS, IGNORED, LABELS, LOSS_MASK, UNTRAINED
 from pretraining.data.stores.shard import ShardContents, to_int32
 from pretraining.extensions.files import temporary_of
@@ -24,14 +24,19 @@ if TYPE_CHECKING:
 def read_labels(
     schema: pa.Schema, batches: Iterable[pa.RecordBatch], column: str, path: str, decoded: str
 ) -> ShardContents | None:
-    """Decode an Arrow shard with labels to `decoded`; None for one without.
+    """Decode an Arrow shard with labels to `decoded`; None for one without, which is read in place.
 
+    A shard with categories in a list, struct or map before its tokens is decoded, too: in place, only whole columns of
+    categories are passed over.
     UserError names the path, if its columns mark what this training would not follow, or as `decode` does.
     """
     dtype = token_type(schema, column, path)
     check_arrow_columns(schema, column, path)
     columns = [column, *(labels := label_columns(schema, column))]
-    return decode((batch.select(columns) for batch in batches), dtype, path, decoded) if labels else None
+    before = schema.types[: schema.get_field_index(column)] if is_list(schema.field(column).type) else []
+    if not labels and not any("dictionary<" in str(kind).removeprefix("dictionary<") for kind in before):
+        return None
+    return decode((batch.select(columns) for batch in batches), dtype, path, decoded)
 
 
 def decode(batches: Iterable[pa.RecordBatch], dtype: str, path: str, decoded: str) -> ShardContents:
