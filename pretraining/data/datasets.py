@@ -164,8 +164,7 @@ def _check_description(folder: Location, description: dict[str, Any], shards: li
             f"{folder}: its tokenizer has {size:,} ids, but the model's vocabulary is {rows:,}: "
             f"give --vocab_size={size} or more"
         )
-    missing = sorted(set(description.get("shards", {})) - {location(shard.path).name for shard in shards})
-    if missing:
+    if missing := sorted(set(description.get("shards", {})) - {location(shard.path).name for shard in shards}):
         raise UserError(f"{folder / missing[0]}: missing, but {DESCRIPTION} lists it: prepare the dataset again")
     counts = {"documents": sum(shard.documents for shard in shards)}
     counts["tokens"] = sum(shard.token_count for shard in shards)

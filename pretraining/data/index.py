@@ -213,7 +213,8 @@ def _build(file: TokenShard, sidecar: Path) -> ShardIndex:
         sidecar.parent.mkdir(parents=True, exist_ok=True)
         _check_verified(file.path, sidecar.parent)
         before = stamp_of(file.path)
-        decoded = sidecar.with_suffix(f".{before.size}-{before.modified}.tokens")
+        content = "" if is_remote(file.path) else _file_fingerprint(file.path)  # see _load
+        decoded = sidecar.with_suffix(f".{before.size}-{before.modified}-{content}.tokens")
         contents = shard_formats()[file.format].open(file.path, file.column, str(decoded))
         groups = _sum_groups(contents, file.path)
         if file.strip:

@@ -64,6 +64,8 @@ class BlockSums:
             if location(shard.path).name in self._listed(length):
                 raise UserError(f"{subject} written: restore the shard, or prepare the dataset again")
             remedy = f"restore the shard, or remove {_path(shard, length)} if the change is intended"
+            if shard.tokens.endswith(".tokens"):  # restoring the shard does not decode it again
+                remedy = f"remove {shard.tokens}, which is decoded again, or {remedy}"
             raise UserError(f"{subject} first read: {remedy}")
         return True
 

@@ -178,6 +178,18 @@ def test_too_few_documents_for_a_split_are_counted(tmp_path: Path) -> None:
         open_stream(config, split="valid")
 
 
+def test_a_parquet_shard_that_another_of_its_size_and_time_replaced_is_decoded_anew(tmp_path: Path) -> None:
+    for first, folder in ((2, "data"), (1000, "new")):
+        path = corpora.write_parquet(tmp_path / folder / "s", numbered([15] * 40, first))
+    old, stamp = tmp_path / "data" / path.name, path.stat()
+    os.utime(old, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    before = rows(open_stream(settings(tmp_path / "data", verify_data="off")), 40)
+    assert (old.stat().st_size, old.stat().st_mtime_ns) == (stamp.st_size, stamp.st_mtime_ns)
+    path.replace(old)
+    after = rows(open_stream(settings(tmp_path / "data", verify_data="off")), 40)
+    assert np.array_equal(np.array(before) + 998 * (np.array(before) > 1), after)
+
+
 def test_a_stale_index_is_built_again(tmp_path: Path) -> None:
     """Same name, same size, same time: only the content differs (Megatron's cached index is used all the same)."""
     folder = corpus(tmp_path / "data", numbered([10, 50] * 200))
@@ -249,7 +261,8 @@ def test_a_block_that_changed_since_an_earlier_run_is_found_when_it_is_read(tmp_
     stream = open_stream(config)
     with pytest.raises(UserError, match=re.escape(f"{path}: the bytes of documents ")):
         rows(stream, 400)
-    with pytest.raises(UserError, match=re.escape(f"{path}: the bytes of documents ")):
+    remedy = f"remove {read}, which is decoded again, or restore" if store == "parquet" else "restore the shard"
+    with pytest.raises(UserError, match=remedy):
         rows(stream, 400)  # again, for a caller that tries once more
     changed = rows(open_stream(replace(config, verify_data="off")), 400)
     assert sum(not np.array_equal(one, other) for one, other in zip(expected, changed, strict=True)) in (1, 2)
