@@ -141,9 +141,11 @@ def prepare(options: Options) -> list[str]:
     if place == output or not (place / FLAGS).is_file():
         with _claimed_together(output, plan, options.part) if options.part else _claimed(output, plan):
             if not (output / FLAGS).is_file():
-                if ignored:
-                    endings = ", ".join(sorted({file.suffix or file.name for file in ignored})[:10])
-                    ending = f"{counted(len(ignored), 'file')} ending in {endings}"
+                if links := [file for file in ignored if isinstance(file, Path) and not file.is_file()]:
+                    print(f"ignored: {counted(len(links), 'link')} to folders or to nothing, such as {links[0]}")
+                if others := [file for file in ignored if file not in links]:
+                    endings = ", ".join(sorted({file.suffix or file.name for file in others})[:10])
+                    ending = f"{counted(len(others), 'file')} ending in {endings}"
                     print(f"ignored: {ending} (--endings=... reads them as text)")
                 _prepare_shards(options, files, output)
     if is_remote(place) and (output / FLAGS).is_file():

@@ -112,7 +112,10 @@ def text_format(path: Input, endings: Sequence[str]) -> str | None:
 
 
 def find_files(inputs: Sequence[str], endings: Sequence[str]) -> tuple[list[Input], list[Input]]:
-    """Return the files to read and the ignored files of folders, sorted. UserError if an input is missing or empty."""
+    """Return the files to read and the ignored files of folders, and links to folders, sorted.
+
+    UserError if an input is missing or empty.
+    """
     files: list[Input]
     chosen: list[Input] = []
     ignored: list[Input] = []
@@ -124,7 +127,8 @@ def find_files(inputs: Sequence[str], endings: Sequence[str]) -> tuple[list[Inpu
             raise UserError(f"{path.absolute()}: no such file or folder")
         else:
             is_folder = path.is_dir()
-            files = [*sorted(file for file in path.rglob("*") if file.is_file())] if is_folder else [path]
+            inside = sorted(file for file in path.rglob("*") if file.is_file() or file.is_symlink())
+            files = [*inside] if is_folder else [path]
             _refuse_removed(files)
         for file in files:
             if not is_folder and file.suffix and text_format(file, endings) is None:
@@ -134,6 +138,10 @@ def find_files(inputs: Sequence[str], endings: Sequence[str]) -> tuple[list[Inpu
                 )
             outside = name if is_url(name) else str(Path(name))  # the folder itself may be in one of that name
             is_data = text_format(file, endings) is not None and not _NO_DATA.search(str(file).removeprefix(outside))
+            if isinstance(file, Path) and not file.is_file():  # a link to a folder, or to nothing
+                if is_data and not file.exists():
+                    raise UserError(f"{file}: a link to nothing: restore what it names, or remove it")
+                is_data = False
             (ignored if is_folder and not is_data else chosen).append(file)
     if not chosen:
         raise UserError(f"{', '.join(inputs)}: no text, .jsonl or .parquet files: --endings lists those of plain text")

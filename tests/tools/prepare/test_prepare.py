@@ -80,6 +80,7 @@ def write_inputs(folder: Path) -> list[str]:
     for number, text in enumerate(parts[4][:20]):
         (folder / "deep" / f"{number:02d}.txt").write_text(text)
     (folder / "photo.png").write_bytes(b"\x89PNG")
+    (folder / "again").symlink_to("deep")
     return [text for part in parts[:4] for text in part] + parts[4][:70] + parts[4][20:70]
 
 
@@ -132,6 +133,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
 def test_every_document_of_every_form_is_there_once_and_reads_back_exactly(prepared: Prepared, tmp_path: Path) -> None:
     assert sorted(delivered(prepared.folder)) == sorted(prepared.texts)
     assert "ignored: 1 file ending in .png" in prepared.printed
+    assert f"ignored: 1 link to folders or to nothing, such as {prepared.folder}/in/again" in prepared.printed
     flags = dict(line[2:].split("=", 1) for line in prepared.flags())
     data = {"data_path", "valid_data_path", "tokenizer_path", "vocab_size"}
     assert set(flags) == {*data, "val_interval", "val_steps", "drop_last_val"}
@@ -505,6 +507,15 @@ def test_files_that_spark_has_not_finished_and_logs_of_delta_are_no_documents(tm
         (tmp_path / "_delta_log" / "2.json").write_text(text)
         with pytest.raises(UserError, match=r"2\.json: not a log of a Delta table \(.*\): copy the table again"):
             find_files([str(tmp_path)], ())
+
+
+def test_a_link_to_a_missing_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").touch()
+    (tmp_path / "link.txt").symlink_to("a.txt")
+    assert len(find_files([str(tmp_path)], [".txt"])[0]) == 2
+    (tmp_path / "gone.txt").symlink_to("nowhere")
+    with pytest.raises(UserError, match=r"gone\.txt: a link to nothing: restore what it names, or remove it"):
+        find_files([str(tmp_path)], [".txt"])
 
 
 def test_a_folder_at_a_url_may_have_a_dot_in_its_name(tmp_path: Path) -> None:
