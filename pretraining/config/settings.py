@@ -322,7 +322,8 @@ class Settings:
     datasets: Annotated[str, COMMON] = ""
     """Sub-folders of data_path to mix. Empty: all of them, or data_path itself where it holds shards."""
     weights: Annotated[str, WEIGHTS, COMMON] = ""
-    """Fraction of each dataset in the mixture, by tokens, in the order of datasets; normalized. Empty: by size."""
+    """Fraction of each dataset in the mixture, by tokens, in the order of datasets; normalized, and rounded to
+    65,536ths, of which each dataset has at least one. Empty: by size."""
     logical_shards: Annotated[int, AtLeast(1, below=2**24)] = 1024
     """Lanes of neighbouring sequences that an epoch of a dataset is divided into; one sequence is taken from each lane
     in turn, so consecutive sequences come from different places of the data. It need not divide anything."""

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ from hypothesis import strategies as st
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.data import Prefetcher, open_stream
+from pretraining.data.corpus import documents_per_block
 from pretraining.data.files import OpenFiles
+from pretraining.data.hashing import key_of, mix_one, permutation, short_hash
+from pretraining.data.lanes import lane_stride
 from pretraining.data.stream import cut_rows
 from pretraining.storage import LocalFile
 from tests.data.corpora import SEPARATOR, corpus, epoch_tokens, numbered, rows, settings
@@ -60,16 +64,36 @@ def test_every_token_is_delivered_exactly_once_in_each_epoch_and_empty_documents
             assert sum(count - epochs for count in counts.values()) < seq_length
 
 
+def documented_rows(shards: list[list[list[int]]], config: TrainConfig, epochs: int) -> list[list[int]]:
+    """The rows of the dataset "a", as "The order of the data" of docs/data.md describes them."""
+    documents = [document for shard in shards for document in shard]
+    size = documents_per_block(len(documents), sum(map(len, documents)))
+    parts = [shard[at : at + size] for shard in shards for at in range(0, len(shard), size)]
+    blocks = [[document for document in part if document] for part in parts if any(part)]
+    stream: list[int] = []
+    order: list[int] = []
+    for epoch in range(epochs):
+        first, key = -(-len(stream) // config.seq_length), key_of(config.seed, int(short_hash("a"), 16), epoch)
+        for number in permutation(len(blocks), mix_one(key)).tolist():
+            places = permutation(len(blocks[number]), key_of(key ^ number)).tolist()
+            stream += [token for place in places for token in [*blocks[number][place], SEPARATOR]]
+        begun = range(first, -(-len(stream) // config.seq_length))
+        if begun:
+            lanes = np.array_split(begun, min(config.logical_shards, len(begun)))
+            turns = [turn * lane_stride(len(lanes)) % len(lanes) for turn in range(len(lanes))]
+            order += [lanes[turn][visit] for visit in range(len(lanes[-1])) for turn in turns]
+            order += [lane[-1] for lane in lanes if len(lane) > len(lanes[-1])]
+    return [stream[config.seq_length * number :][: config.seq_length] for number in order]
+
+
 @tries(max_examples=25)
-@given(SHARDS, st.integers(1, 60), st.booleans())
-def test_a_stream_of_one_lane_is_whole_documents_with_a_separator_after_each(
-    shards: list[list[int]], seq_length: int, twice: bool
-) -> None:
-    with small_corpus(shards, seq_length=seq_length, logical_shards=1) as (config, documents):
-        stream = open_stream(config)
-        epoch = np.concatenate(rows(stream, -(-epoch_tokens(stream) // seq_length)))[: epoch_tokens(stream)]
-        found = np.split(epoch, np.flatnonzero(epoch == SEPARATOR) + 1)[:-1]
-        assert sorted(document[:-1].tolist() for document in found) == sorted(filter(None, documents))
+@given(SHARDS, st.integers(1, 60), st.sampled_from([1, 3, 8, 1024]))
+def test_the_rows_are_those_that_the_documents_describe(shards: list[list[int]], seq_length: int, lanes: int) -> None:
+    with small_corpus(shards, seq_length=seq_length, logical_shards=lanes) as (config, documents):
+        edges = np.cumsum([0, *map(len, shards)]).tolist()
+        expected = documented_rows([documents[a:b] for a, b in pairwise(edges)], config, epochs=3)
+        got = rows(open_stream(config), len(expected))
+        assert [row.tolist()[: len(want)] for row, want in zip(got, expected, strict=True)] == expected
 
 
 @tries(max_examples=25)
