@@ -146,9 +146,10 @@ def _check_verified(path: str, folder: Path) -> None:
             raise UserError(f"{file}: its checksum is not the recorded one: {remedy}")
 
 
-def _fingerprint(path: str, tokens: str) -> str:
-    """Return the fingerprint of a shard; of a Megatron shard, of its index and its tokens."""
-    return short_hash(*map(_file_fingerprint, (path, tokens))) if path.endswith(".idx") else _file_fingerprint(path)
+def _fingerprint(path: str, tokens: str, content: str = "") -> str:
+    """Return the fingerprint of a shard; of a Megatron shard, of its index and its tokens. content: the file's own."""
+    content = content or _file_fingerprint(path)
+    return short_hash(content, _file_fingerprint(tokens)) if path.endswith(".idx") else content
 
 
 def _file_fingerprint(path: str) -> str:
@@ -213,7 +214,7 @@ def _build(file: TokenShard, sidecar: Path) -> ShardIndex:
         sidecar.parent.mkdir(parents=True, exist_ok=True)
         _check_verified(file.path, sidecar.parent)
         before = stamp_of(file.path)
-        content = "" if is_remote(file.path) else _file_fingerprint(file.path)  # see _load
+        content = _file_fingerprint(file.path)
         decoded = sidecar.with_suffix(f".{before.size}-{before.modified}-{content}.tokens")
         contents = shard_formats()[file.format].open(file.path, file.column, str(decoded))
         groups = _sum_groups(contents, file.path)
@@ -226,7 +227,8 @@ def _build(file: TokenShard, sidecar: Path) -> ShardIndex:
         if sidecar.is_file():
             for old in set(sidecar.parent.glob(f"{escape(sidecar.stem)}.*.tokens")) - {decoded}:
                 old.unlink(missing_ok=True)
-        return _write(file, contents, groups, sidecar, before)
+        fingerprint = _fingerprint(file.path, contents.tokens, content)
+        return _write(contents, groups, sidecar, {"path": file.path, "stamp": before, "fingerprint": fingerprint})
     except StorageError:
         raise
     except OSError as error:
@@ -258,11 +260,9 @@ def _sum_groups(contents: ShardContents, path: str) -> np.ndarray:
     return np.cumsum(np.concatenate(parts), axis=0)
 
 
-def _write(file: TokenShard, contents: ShardContents, groups: np.ndarray, sidecar: Path, stamp: Stamp) -> ShardIndex:
+def _write(contents: ShardContents, groups: np.ndarray, sidecar: Path, facts: dict[str, Any]) -> ShardIndex:
     """Write the header, then the arrays at multiples of 64 bytes; those in a local file already are referred to."""
-    facts = {
-        "path": file.path,
-        "stamp": stamp,
+    facts |= {
         "tokens": contents.tokens,
         "token_stamp": stamp_of(contents.tokens),
         "dtype": contents.dtype,
@@ -270,7 +270,6 @@ def _write(file: TokenShard, contents: ShardContents, groups: np.ndarray, sideca
         "nonempty": int(groups[-1, 1]),
         "token_count": int(groups[-1, 0]),
         "trained": contents.trained,
-        "fingerprint": _fingerprint(file.path, contents.tokens),
     }
     arrays = {"groups": groups.reshape(-1), "starts": contents.starts, "lengths": contents.lengths}
     dtypes = {"groups": np.int64, "starts": np.int64, "lengths": np.int32}
