@@ -23,8 +23,9 @@ import torch
 
 from pretraining.checkpoint.files import BLOCK, UnreadableError, digest, parse_json, read_file
 from pretraining.config.declaration import Resume
+from pretraining.config.errors import UserError
 from pretraining.config.training import SETTINGS
-from pretraining.storage import MARKER, Location, store_of
+from pretraining.storage import MARKER, STEP, Location, store_of
 
 T = TypeVar("T")
 
@@ -145,12 +146,17 @@ def is_committed(path: Location) -> bool:
 
 
 def open_checkpoint(path: Location) -> Checkpoint:
-    """Read the description of a checkpoint. Raises UnreadableError if it is incomplete, corrupt or has a pickle."""
+    """Read the description of a checkpoint. Raises UnreadableError if it is incomplete, corrupt or has a pickle, and
+    UserError if its folder was renamed to that of another step."""
     if not is_committed(path):
         raise UnreadableError(f"{path}: has no {MARKER} marker, so its save was never finished")
     marker = _read_marker(path / MARKER)
-    texts = {name: _read_hashed(path / name, marker[name]) for name in (MANIFEST, FACTS)}
+    texts = {name: read_file(path / name) for name in (MANIFEST, FACTS)}
+    if changed := [path / name for name, text in texts.items() if digest(text) != marker[name]]:
+        raise UnreadableError(f"{changed[0]}: differs from what was saved")
     manifest, facts = _parsed(_manifest, texts, path / MANIFEST), _parsed(_facts, texts, path / FACTS)
+    if STEP.fullmatch(path.name) and path.name != f"step_{facts.step}":
+        raise UserError(f"{path}: has the state of step {facts.step}; rename the folder to step_{facts.step}")
     refuse_pickles(path, known={MANIFEST, FACTS, MARKER, *manifest.files})
     return Checkpoint(path, facts, manifest)
 
@@ -166,13 +172,6 @@ def _read_marker(path: Location) -> dict[str, Any]:
     if not {MANIFEST, FACTS} <= marker.keys():
         raise UnreadableError(f"{path}: has no digests of {MANIFEST} and {FACTS}")
     return marker
-
-
-def _read_hashed(path: Location, expected: str) -> bytes:
-    text = read_file(path)
-    if digest(text) != expected:
-        raise UnreadableError(f"{path}: differs from what was saved")
-    return text
 
 
 def _parsed(read: Callable[[Any], T], texts: dict[str, bytes], path: Location) -> T:

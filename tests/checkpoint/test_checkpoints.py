@@ -191,6 +191,8 @@ def test_a_start_that_cannot_go_well_is_refused_before_a_model_exists_and_by_the
     (tmp_path / "checkpoints" / "step_4" / "facts.json").unlink()
     both_refuse(r"facts\.json: .*; --resume=auto continues", resume="must")
     assert len(run(tmp_path, num_steps=4, learning_rate=1e-3, override_lr_on_resume=True)) == 2  # after step 2
+    (tmp_path / "checkpoints" / "step_2").rename(tmp_path / "checkpoints" / "step_80")  # as if it were the newest
+    both_refuse("step_80: has the state of step 2; rename the folder to step_2")
 
 
 def test_only_learned_positions_must_have_the_number_of_the_checkpoint(tmp_path: Path) -> None:
