@@ -24,6 +24,8 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
+
 from main_training import configure
 from pretraining.config.errors import ConfigError
 from pretraining.parallel.layout import uneven_shards
@@ -108,8 +110,8 @@ def losses_of(engine: str, devices: int, cases: dict[str, Fields]) -> dict[str, 
 
 
 def difference(found: list[float], expected: list[float]) -> float:
-    """Return the largest relative difference of two lists."""
-    return max(abs(one / other - 1) for one, other in zip(found, expected, strict=True))
+    """Return the largest relative difference of two lists; NaN if one has it."""
+    return float(np.max([abs(one / other - 1) for one, other in zip(found, expected, strict=True)]))
 
 
 def compare(engine: str, devices: int, cases: dict[str, Fields], alone: dict[str, Any]) -> int:
