@@ -60,7 +60,7 @@ def open_stream(
     schedule = mixture_schedule(dataset_weights(source, datasets, [corpus.tokens for corpus in corpora]))
     tokens = payload(config, special)
     if split == "train":
-        _check_batch(datasets, corpora, schedule, rank_slice.global_rows * tokens)
+        _check_batch(datasets, corpora, schedule, rank_slice.global_rows * tokens, config.max_samples)
     first_state = open_state(
         order_settings(config, special, source.shares),
         {
@@ -200,15 +200,15 @@ def _check_not_empty(source: SplitSource, datasets: list[Dataset], corpora: list
             raise UserError(f"{dataset.folder}: no tokens: fill it, or {other}")
 
 
-def _check_batch(datasets: list[Dataset], corpora: list[Corpus], schedule: MixtureSchedule, tokens: int) -> None:
-    """Raise UserError if a dataset would repeat within a batch. tokens: of one global batch."""
+def _check_batch(
+    datasets: list[Dataset], corpora: list[Corpus], schedule: MixtureSchedule, tokens: int, most: int | None
+) -> None:
+    """Raise UserError if a dataset would repeat within a batch. tokens: of one global batch. most: max_samples."""
     for dataset, corpus, count in zip(datasets, corpora, schedule.counts, strict=True):
-        share = int(count / PERIOD * tokens)
-        if corpus.tokens < share:
-            raise UserError(
-                f"{dataset.folder}: {corpus.tokens:,} tokens, fewer than the {share:,} that one global batch takes "
-                "from it: lower --global_batch_size, --seq_length or its weight"
-            )
+        if corpus.tokens < (share := int(count / PERIOD * tokens)):
+            raised = f"raise --max_samples={most}, or " if len(dataset.documents) == most else ""
+            few = f"{corpus.tokens:,} tokens, fewer than the {share:,} that one global batch takes from it"
+            raise UserError(f"{dataset.folder}: {few}: {raised}lower --global_batch_size, --seq_length or its weight")
 
 
 def _extent(

@@ -163,6 +163,7 @@ def test_data_that_cannot_be_trained_on_are_named(tmp_path: Path) -> None:
     assert "appears more than once" in complaint(tmp_path / "data", datasets="wikipedia,wikipedia")
     message = complaint(tmp_path / "data", global_batch_size=1000)
     assert message.startswith(f"{folder}: 6,100 tokens, fewer than the 16,000")
+    assert "raise --max_samples=9, or lower" in complaint(tmp_path / "data", global_batch_size=90, max_samples=9)
     (folder / "more.jsonl").write_text('{"text": "a"}\n')  # a file that is no shard is not skipped
     message = complaint(tmp_path / "data")
     assert str(folder / "more.jsonl") in message and "pretraining.tools.prepare" in message
