@@ -300,14 +300,19 @@ def _claim(output: Path, plan: dict[str, Any]) -> None:
 
 @contextmanager
 def _claimed_together(output: Path, plan: dict[str, Any], part: str) -> Iterator[None]:
-    """Write the plan into the output folder, as other parts may do at the same time. UserError as above, and if another
-    process prepares this part, or one of another number of parts."""
+    """Write the plan into the output folder, as other parts may do at the same time, after a process that prepares all
+    of it. UserError as above, and if another process prepares this part, or one of another number of parts."""
     for _ in range(10 * _OTHER_PART):
         if not output.is_dir() or not any(output.iterdir()) or (output / PLAN).is_file():
             break
         time.sleep(0.1)
     _refuse_other(output, plan)
-    lock = FolderLock(output / RECORDS / part.replace("/", "-of-"), "part")
+    all_parts = _lock(output / RECORDS)  # until this part has its own, which a process that prepares all looks for
+    try:
+        _refuse_other(output, plan)  # of the process that it waited for
+        lock = FolderLock(output / RECORDS / part.replace("/", "-of-"), "part")
+    finally:
+        all_parts.release()
     try:
         _refuse_other_division(output, part)
         for folder in SPLIT_FLAGS:

@@ -262,7 +262,12 @@ def test_a_second_job_of_a_part_is_refused_and_another_part_is_not(prepared: Pre
         refused = call([*command, *other], code=2).stderr
         assert f".parts/1-of-2: used by process {os.getpid()} on " in refused and "Traceback" not in refused
     first.release()
-    assert "prepared in" in call([*command, "--part=1/2"]).stdout
+    whole = FolderLock(output / ".parts")  # of a preparation without --part
+    with (tmp_path / "printed").open("w") as printed:
+        part = subprocess.Popen([*command, "--part=1/2"], cwd=ROOT, stdout=printed, stderr=subprocess.STDOUT)
+    wait_until(lambda: f"waiting: {output}/.parts: used by process {os.getpid()}" in written(tmp_path), part)
+    whole.release()
+    assert part.wait() == 0 and "prepared in" in written(tmp_path)
 
 
 def written(folder: Path) -> str:
