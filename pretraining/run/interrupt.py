@@ -65,17 +65,24 @@ class Watchdog:
         """Stop watching."""
 
 
+def _leave_the_next_to_python(number: int, _: object) -> None:
+    """Let the next Ctrl-C raise KeyboardInterrupt where a person goes on in this process, as in a notebook's kernel."""
+    if hasattr(sys, "ps1"):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 class Interrupt:
     """Tells the loop to save and exit after a signal or by the clock; a second signal exits at once.
 
+    A second Ctrl-C in a notebook or at Python's prompt leaves the run with a KeyboardInterrupt: the process lives on.
     A thread reads signals from a pipe: Python runs the handler of a signal in the main thread, which may be inside a
     compiler for minutes.
     """
 
     def __init__(self, processes: int, timeout: int) -> None:
         """timeout: seconds that processes wait."""
-        self._signal, self._received = 0, -ECHO
-        self._notice = 0  # as a signal; the signal that follows a notice is a first one
+        # A notice is kept as a signal of its own, so that the signal that follows it is a first one.
+        self._signal, self._notice, self._received = 0, 0, -ECHO
         self.clock = Clock()
         # gloo on every engine: an asynchronous all-reduce of one number, for which no device waits.
         self._group = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo") if processes > 1 else None
@@ -85,7 +92,7 @@ class Interrupt:
         os.set_blocking(write_end, False)
         self._earlier = (
             signal.set_wakeup_fd(write_end, warn_on_full_buffer=False),
-            {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)},
+            {number: signal.signal(number, _leave_the_next_to_python) for number in (signal.SIGTERM, signal.SIGINT)},
         )
         Thread(target=self._listen, name="signals", daemon=True).start()
 
@@ -106,10 +113,9 @@ class Interrupt:
     def _receive(self, number: int) -> None:
         if not self._signal:
             self._signal, self._received = number, time.monotonic()
-            plan = "leaving after this compilation; again to leave now"
-            plan = plan if self.is_compiling else "saving and leaving; again to leave at once"
-            print(f"{signal.Signals(number).name}: {plan}", file=sys.stderr, flush=True)
-        elif time.monotonic() - self._received > ECHO:
+            plan = "leaving after this compilation" if self.is_compiling else "saving and leaving"
+            print(f"{signal.Signals(number).name}: {plan}; again to leave at once", file=sys.stderr, flush=True)
+        elif time.monotonic() - self._received > ECHO and (number != signal.SIGINT or not hasattr(sys, "ps1")):
             os._exit(128 + number)
 
     def notice(self, reason: str) -> None:
@@ -136,11 +142,10 @@ class Interrupt:
         own = Agreement(self._signal or self._notice, *self.clock.read())
         if self._group is None:
             return own
-        previous = self._pending
         received = torch.tensor([int(value) for value in own])
         work = dist.all_reduce(received, dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
-        self._pending = received, work
+        previous, self._pending = self._pending, (received, work)
         return self._wait(*previous) if previous else Agreement()
 
     def _wait(self, received: torch.Tensor, work: dist.Work) -> Agreement:

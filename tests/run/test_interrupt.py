@@ -64,6 +64,32 @@ def test_a_signal_after_an_interrupted_run_is_the_program_s_own() -> None:
     assert call([*python(), "-c", AFTER_RUNS], env=environment()).stdout == "interrupted\n"
 
 
+# A notebook whose run saves for too long; IPython sets this prompt, as Python does.
+IN_A_NOTEBOOK = f"""
+import os, signal, sys, threading, time
+from pretraining.run.interrupt import Interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.ps1 = "In : "
+interrupt = Interrupt(1, 5)
+def send():
+    for pause in (0.0, {ECHO} + 0.5):
+        time.sleep(pause)
+        os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=send).start()
+try:
+    while True:
+        time.sleep(0.01)
+except KeyboardInterrupt:
+    print(f"interrupted after signal {{interrupt.agreed().signal}}")
+interrupt.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_in_a_notebook_leaves_the_run_and_not_the_kernel() -> None:
+    assert call([*python(), "-c", IN_A_NOTEBOOK], env=environment()).stdout == "interrupted after signal 2\n"
+
+
 FLAGS = {
     "engine": "xla",
     "model_variant": "tiny",
@@ -105,7 +131,7 @@ def test_ctrl_c_is_answered_while_xla_compiles_and_ends_the_run(presses: int, tm
     pytest.importorskip("torch_xla")
     run = Run(log_dir=tmp_path, gradient_accumulation_steps=8 if presses == 1 else LONG)
     run.wait_for("compiling and running the first step, 8 layers ... ")
-    run.type_in(CTRL_C, "SIGINT: leaving after this compilation; again to leave now")
+    run.type_in(CTRL_C, "SIGINT: leaving after this compilation; again to leave at once")
     assert "compilation included" not in run.output  # the line after it
     if presses == 2:
         time.sleep(ECHO + 0.2)
