@@ -84,9 +84,9 @@ def raise_process_error(processes: Processes, timeout: float) -> Iterator[None]:
 
 def no_peers(processes: Processes, timeout: float, who: str, reason: str) -> NoPeersError:
     """Return the error that `who` has not come in time."""
-    where = f"{processes.address}:{processes.port} within {timeout:g} s (collective_timeout)"
+    where = f"{processes.address}:{processes.port} within {timeout:g} s (collective_timeout; gloo: five times as long)"
     remedy = "start all with one MASTER_ADDR and MASTER_PORT, open all ports, name the network in GLOO_SOCKET_IFNAME"
-    return NoPeersError(f"{who} through {where}: {remedy} ({reason})")
+    return NoPeersError(f"{who} through {where}: {remedy}, or raise --collective_timeout ({reason})")
 
 
 def _problems(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -100,3 +100,4 @@ def test_a_peer_that_never_comes_and_an_unknown_master_are_one_sentence(rank: st
     code, output = start(**{**environment, "MASTER_ADDR": address, "MASTER_PORT": str(free_port())})
     assert code == 5 and "Traceback" not in output, output  # the script starts it again: a host may come later
     assert address in output.splitlines()[-1]
+    assert ("or raise --collective_timeout" in output) == (address == "localhost")
