@@ -69,7 +69,7 @@ class Extension:
     resolve: Callable[[Mapping[str, object], type[TrainConfig], Iterable[Check], bool], FileFlags] | None = None
     """Merge flags with files that they name, before validation; the last argument: print a report."""
     switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Settings that do nothing while the first is 0, False or empty."""
+    """Settings that do nothing while the first, a setting or a property of the configuration, is 0, False or empty."""
     stores: Mapping[str, Any] = field(default_factory=dict)
     """Beginning of paths, such as s3://, and the pretraining.storage.Store that reads and writes them."""
     checkpoint_formats: tuple[Any, ...] = ()

@@ -95,7 +95,7 @@ def test_a_cache_of_data_that_are_local_is_said_to_have_no_effect(
     local = settings(tmp_path / "data", data_cache_gib=2.0)
     remote: Any
     for remote in (replace(local, data_path="s3://bucket/data"), replace(local, valid_data_path="gs://bucket/data")):
-        assert not remote.unused_cache
+        assert remote.data_in_object_storage
 
 
 @pytest.mark.parametrize("fields", [{}, {"verify_data": "off", "data_cache_gib": 1e-5}])

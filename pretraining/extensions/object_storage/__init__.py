@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from pretraining.config.extension import Extension, Watcher
@@ -20,18 +20,9 @@ class Repeated(Watcher):
         return {"storage_retries": RETRIES.count} if RETRIES.count else {}
 
 
-def print_unused_cache(
-    config: ObjectStorageConfig, engine: Any, streams: Mapping[str, Any], extensions: Sequence[Extension]
-) -> None:
-    """Print which settings of the cache do nothing, in process 0."""
-    if engine.process_index == 0:
-        for name in config.unused_cache:
-            print(f"{name}: no effect without data in object storage", flush=True)
-
-
 EXTENSION = Extension(
     configuration=ObjectStorageConfig,
     stores=dict.fromkeys(OBJECT_STORAGE, OBJECTS),
-    opened=print_unused_cache,
+    switches={"data_in_object_storage": ("data_cache_dir", "data_cache_gib")},
     watch=lambda run: Repeated(),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from pretraining.config.declaration import PER_HOST, Above, Resume, settings_of
+from pretraining.config.declaration import PER_HOST, Above, Resume
 from pretraining.config.grammar import OBJECT_STORAGE
 from pretraining.config.training import TrainConfig
 
@@ -23,13 +23,10 @@ class ObjectStorageConfig(TrainConfig):
     room for a block of documents of every logical shard, each block is read once per epoch."""
 
     @property
-    def unused_cache(self) -> list[str]:
-        """The settings of the cache that have a value of their own, where no data are in object storage."""
+    def data_in_object_storage(self) -> bool:
+        """Whether a run reads data from there, which the settings of the cache are about."""
         folders = () if self.use_dummy_dataset else (self.data_path, self.valid_data_path, self.test_data_path)
-        if any(folder.startswith(OBJECT_STORAGE) for folder in folders):
-            return []
-        settings, names = settings_of(type(self)), ("data_cache_dir", "data_cache_gib")
-        return [name for name in names if getattr(self, name) != settings[name].default]
+        return any(folder.startswith(OBJECT_STORAGE) for folder in folders)
 
     def output_folders(self) -> tuple[str, ...]:
         """See TrainConfig."""

@@ -68,13 +68,15 @@ def describe_run(config: TrainConfig, engine: Engine, extensions: Sequence[Exten
 def settings_without_effect(config: TrainConfig, extensions: Sequence[Extension]) -> list[str]:
     """Return a line for each setting that has a value of its own and does nothing."""
     switches = [item for table in (each.switches for each in extensions) for item in table.items()]
-    reasons = {name: f"without {switch}" for switch, names in switches if not getattr(config, switch) for name in names}
+    settings = settings_of(type(config))
+    idle = {name: switch for switch, names in switches if not getattr(config, switch) for name in names}
+    reasons = {name: f"without {key if key in settings else key.replace('_', ' ')}" for name, key in idle.items()}
     if config.use_dummy_dataset:
         reasons |= dict.fromkeys(DATA_SETTINGS, "with use_dummy_dataset")
     if config.position_embedding_type != "rope":
         positions = f"with position_embedding_type={config.position_embedding_type}"
         reasons |= dict.fromkeys(("rope_theta", "rope_scaling_type"), positions)
-    changed = (name for name in reasons if getattr(config, name) != settings_of(type(config))[name].default)
+    changed = (name for name in reasons if getattr(config, name) != settings[name].default)
     return [f"{name}: no effect {reasons[name]}" for name in changed]
 
 
