@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -300,15 +301,23 @@ def _range(chart: Chart, curves: Sequence[Scatter]) -> tuple[dict[str, Any], str
     return {"range": [min(inside) - margin, max(inside) + margin]}, note
 
 
-def _restarts(run: Run, name: str, number: int, divisor: float) -> list[Scatter]:
-    """Return a mark on the curve of `name` for each step at which the run was started again."""
+def _marks(
+    run: Run, name: str, steps: Sequence[int], what: str, number: int, divisor: float, symbol: str
+) -> list[Scatter]:
+    """Return a mark on the curve of `name` for each of the steps; `what` stands in the legend."""
     reports = {record["step"]: record[name] / divisor for record in run.records if record.get(name) is not None}
-    steps = [start["step"] for start in run.starts[1:]]
     points = {step: reports[min(reports, key=lambda other: abs(other - step))] for step in steps if reports}
     if not points:
         return []
-    marks = _curve(run, points, f"{run.name} started again", number)
-    return [marks.update(mode="markers", marker={"symbol": "line-ns-open", "size": 14})]
+    marks = _curve(run, points, f"{run.name} {what}", number)
+    return [marks.update(mode="markers", marker={"symbol": symbol, "size": 14})]
+
+
+def _changes_of_validation(starts: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the steps from which on a run evaluates other validation data than before."""
+    data = [held.get("valid") if isinstance(held := start.get("held_out"), dict) else None for start in starts]
+    changed = [bool(before and now and before != now) for before, now in pairwise(data)]
+    return [start["step"] for start, is_changed in zip(starts[1:], changed, strict=True) if is_changed]
 
 
 def _curves(chart: Chart, runs: Sequence[Run]) -> list[Scatter]:
@@ -320,7 +329,9 @@ def _curves(chart: Chart, runs: Sequence[Run]) -> list[Scatter]:
             if points:
                 curves.append(_curve(run, points, run.name + suffix, number, dash))
         if chart.title == "Loss":
-            curves += _restarts(run, "loss", number, chart.divisor)
+            again, changed = [start["step"] for start in run.starts[1:]], _changes_of_validation(run.starts)
+            curves += _marks(run, "loss", again, "started again", number, chart.divisor, "line-ns-open")
+            curves += _marks(run, "val_loss", changed, "other validation data", number, chart.divisor, "x-thin-open")
     return curves
 
 

@@ -242,6 +242,18 @@ def test_a_run_has_a_status(ended: int | None, silent: float, last: Any, status:
 
 
 @needs("history")
+def test_a_change_of_the_validation_data_is_a_mark_on_their_curve(tmp_path: Path) -> None:
+    records = [{"step": step, "loss": 3.0, "val_loss": 2.0 + (step > 8)} for step in (4, 8, 12, 16)]
+    held = [None, ["60 documents"], ["60 documents"], ["70 documents"], [], "?"]  # of the starts
+    starts = [{"step": 4 * number, "time": 1e9, "held_out": {"valid": valid}} for number, valid in enumerate(held)]
+    (figure, *_) = shown(tmp_path / "run", records, [*starts[:5], {**starts[5], "held_out": "?"}]).figures
+    *_, restarts, change = figure["data"]
+    assert restarts["meta"]["step"] == [4, 8, 12, 16, 20]
+    assert (change["name"], change["meta"]["step"]) == ("run other validation data", [12])
+    assert change["meta"]["values"] == [3.0] and change["mode"] == "markers"
+
+
+@needs("history")
 def test_a_restart_is_a_mark_on_the_curve_and_an_outlier_does_not_flatten_it(tmp_path: Path) -> None:
     records = [{"step": step, "loss": 2 + 8 / step, "memory_bytes": 3 * 2**29} for step in range(1, 60)]
     records += [{"step": 60, "loss": 128_670.0, "loss_spike": True}, {"step": 61, "val_loss": 2.5}]
@@ -255,5 +267,6 @@ def test_a_restart_is_a_mark_on_the_curve_and_an_outlier_does_not_flatten_it(tmp
     assert "1 above, up to 1.287e+05" in loss["layout"]["title"]["text"]
     assert (marks["meta"]["step"], marks["meta"]["values"], marks["mode"]) == ([20], [2 + 8 / 20], "markers")
     assert memory["data"][0]["meta"]["values"] == [1.5] * 59 and "range" not in memory["layout"]["yaxis"]
+    assert "other validation data" not in str(loss["data"])
     cells = page.texts["td"]
     assert {"node-7", "train.py --seed=1", "torch 2.9", "194.00 M", "2.7500", "2.5000"} <= set(cells)
