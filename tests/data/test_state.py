@@ -7,7 +7,7 @@ import pytest
 
 from pretraining.config.errors import UserError
 from pretraining.data import open_stream
-from tests.data.corpora import corpus, numbered, settings, write_flat
+from tests.data.corpora import numbered, settings, write_flat
 from tests.data.test_mixture import three
 
 
@@ -46,11 +46,3 @@ def test_what_does_not_touch_the_order_may_change_and_other_data_and_versions_ar
     for given, message in ((state, "dataset b: other content"), ({**state, "version": 99}, "has version 99")):
         with pytest.raises(UserError, match=message):
             open_stream(settings(tmp_path / "elsewhere"), state=given)
-
-
-def test_the_state_is_small_and_the_same_on_every_rank(tmp_path: Path) -> None:
-    corpus(tmp_path / "data", numbered([15] * 500))
-    config = settings(tmp_path / "data", global_batch_size=4)
-    states = [open_stream(config, rank, 4).state(10**9) for rank in range(4)]
-    assert states[1:] == states[:-1] and len(str(states[0])) < 600
-    assert open_stream(config, state=states[0]).batch(0)["tokens"].shape == (4, 16)

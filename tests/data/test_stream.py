@@ -108,8 +108,9 @@ def test_ranks_threads_and_resume_points_do_not_change_the_global_batch(
             return
         streams = [Prefetcher(open_stream(config, rank, world), threads) for rank in range(world)]
         got = [row for step in range(stop) for stream in streams for row in stream.batch(step)["tokens"]]
-        state = json.loads(json.dumps(open_stream(config, world - 1, world).state(stop)))
-        again = open_stream(config, state=state)
+        states = [json.loads(json.dumps(open_stream(config, rank, world).state(stop))) for rank in range(world)]
+        assert states[1:] == states[:-1]
+        again = open_stream(config, state=states[-1])
         got += rows(again, 3)
         assert np.array_equal(got, whole)
         for stream in streams:
@@ -258,7 +259,7 @@ def test_memory_and_state_are_small(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 4e6  # the ancestor: 2.1 GB
-    assert len(str(stream.state(1200))) < 1000  # the ancestor: 124 MB
+    assert len(str(stream.state(10**9))) < 600  # the ancestor: 124 MB
 
 
 def test_another_sequence_length_never_mixes_shapes(tmp_path: Path) -> None:
