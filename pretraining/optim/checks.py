@@ -29,14 +29,14 @@ def check_schedule_settings(config: TrainConfig) -> Iterator[Problem]:
 
 
 def check_schedule_lengths(config: TrainConfig) -> Iterator[Problem]:
-    """Warm-up and hold leave steps to decay in, and the floor is below the peak."""
+    """Warm-up, hold and constant part leave steps to decay in, and the floor is below the peak."""
     total = config.lr_decay_steps or config.num_steps
     if config.lr_warmup_steps is not None and config.lr_warmup_ratio is not None:
         remedy = f"has the same meaning as lr_warmup_steps={config.lr_warmup_steps}; set only one of the two"
         yield problem(config, "lr_warmup_ratio", remedy)
         return
     warmup = config.lr_warmup_steps or int((config.lr_warmup_ratio or 0) * total)
-    lengths = {"lr_warmup_steps": warmup, "lr_hold_steps": config.lr_hold_steps}
+    lengths = {"lr_warmup_steps": warmup} | {n: getattr(config, n) for n in ("lr_hold_steps", "lr_constant_steps")}
     if total <= sum(lengths.values()):
         longest = max(lengths, key=lambda name: lengths[name])
         terms = " + ".join(f"{name}={steps}" for name, steps in lengths.items() if steps)

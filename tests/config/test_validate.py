@@ -111,6 +111,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({**COSINE, "lr_warmup_steps": 5, "lr_warmup_ratio": 0.1}, "lr_warmup_ratio.*lr_warmup_steps"),
     ({**COSINE, "min_lr": 1.0}, "min_lr.*learning_rate"),
     ({**COSINE, "lr_warmup_steps": 100}, "lr_warmup_steps.*num_steps"),
+    ({**COSINE, "lr_warmup_steps": 9, "lr_constant_steps": 91}, "lr_constant_steps=91 .*lr_warmup_steps=9 .*num_steps"),
     ({"lr_power": 0.5}, "lr_power.*lr_schedule=fms_cosine.*poly"),
     ({**COSINE, "training_stage": "annealing"}, "lr_schedule.*training_stage"),
     ({"run_name": "n" * 256}, "--run_name=nnn.* at most 255 bytes.*--log_dir"),

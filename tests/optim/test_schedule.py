@@ -80,8 +80,11 @@ VECTORS: list[tuple[dict[str, Any], dict[int, float]]] = [
     ),
     ({**HELD, "lr_constant_steps": 50_000}, {0: 0.0, 1: 4e-7, 500: 2e-4, 25_250: 1.1e-4, 50_000: 2e-5, 100_000: 2e-5}),
     # NxDT's own megatron_gpt_config.yaml: one step after the warm-up the rate is at its floor
-    ({**HELD, "lr_constant_steps": 80_000_000}, {0: 0.0, 1: 4e-7, 500: 2e-4, 501: 2e-5, 100_000: 2e-5}),
-    ({**SHORT, "lr_schedule": "cosine", "lr_warmup_steps": 0, "lr_constant_steps": 110, "min_lr": 0.5}, {0: 0.5}),
+    ({**HELD, "lr_constant_steps": 99_499}, {0: 0.0, 1: 4e-7, 500: 2e-4, 501: 2e-5, 100_000: 2e-5}),
+    (
+        {**SHORT, "lr_schedule": "cosine", "lr_warmup_steps": 0, "lr_constant_steps": 109, "min_lr": 0.5},
+        {0: 1.0, 1: 0.5},
+    ),
     ({**SHORT, "lr_schedule": "constant"}, {0: 1 / 11, 9: 10 / 11, 10: 1.0, 110: 1.0}),
     ({**SHORT, "lr_schedule": "wsd", "lr_hold_steps": 60, "min_lr": 0.1}, {10: 1.0, 70: 1.0, 90: 0.55, 110: 0.1}),
 ]

@@ -140,11 +140,14 @@ def _warmup(value: Any, source: ForeignConfig) -> Conversion:
 
 def _constant(value: Any, source: ForeignConfig) -> Conversion:
     """Steps at min_lr at the end, which in files that were shortened are more than there are after the warm-up."""
-    conversion, warmup = _unless_zero("lr_constant_steps").convert(value, source), f"{SCHED}warmup_steps"
-    steps = source.steps("trainer.max_steps", -1)
-    if not conversion.values or not is_integer(value) or steps < 1 or value < steps - source.integer(warmup, 0):
+    conversion = _unless_zero("lr_constant_steps").convert(value, source)
+    steps, warmup = source.steps("trainer.max_steps", -1), source.integer(f"{SCHED}warmup_steps", 0)
+    if not conversion.values or not is_integer(value) or steps < 1 or value < steps - warmup:
         return conversion
-    return implied("leaves no cosine: the rate falls to min_lr after the warm-up, as in NeMo", **conversion.values)
+    falls = "leaves no cosine: the rate falls to min_lr after the warm-up, as in NeMo"
+    if warmup < 1 or steps - warmup < 2:
+        return unsupported_value(f"{falls}; give fewer, or raise max_steps")
+    return implied(falls, lr_constant_steps=steps - warmup - 1)  # of a cosine of one step, whose rate is the peak
 
 
 def _schedule_steps(value: Any, source: ForeignConfig) -> Conversion:
