@@ -68,14 +68,14 @@ def start_checks_of(extensions: Sequence[Extension], own_data: bool = False) -> 
 
 
 def check_input(config: TrainConfig, check: Callable[[TrainConfig], None]) -> Iterator[Problem]:
-    """`check` raises no UserError. One that asks to try again ends the start."""
+    """`check` raises no UserError. One that asks to try again ends the start; a ConfigError has several problems."""
     try:
         if config.reads_data:
             check(config)
     except UserError as error:
         if error.code != USER_MISTAKE:
             raise
-        yield from getattr(error, "problems", [Problem(*str(error).partition(": ")[::2])])  # of a ConfigError
+        yield from getattr(error, "problems", [Problem(*str(error).replace(":\n", ": ", 1).partition(": ")[::2])])
 
 
 def report_of(extensions: Sequence[Extension]) -> Callable[[UserError], None]:

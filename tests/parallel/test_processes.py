@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from pretraining.parallel.processes import COUNTS, VARIABLES, ProcessError, Processes, read_processes
+from pretraining.parallel.processes import COUNTS, HOW_TO_START, VARIABLES, ProcessError, Processes, read_processes
 from tests.ports import free_port
 from tests.processes import call
 
@@ -71,10 +71,10 @@ def test_contradictions_are_named_together(changes: dict[str, str], names: set[s
     assert wrong_variables({**COMPLETE, **changes}) == names
 
 
-def start(**variables: str) -> tuple[int, str]:
-    """Exit code and output of the script in this environment."""
+def start(*more: str, **variables: str) -> tuple[int, str]:
+    """Exit code and output of the script with these flags in this environment."""
     flags = ("--use_dummy_dataset", "--model_variant=tiny", "--engine=torch", "--device=cpu", "--collective_timeout=5")
-    done = call([sys.executable, "main_training.py", *flags], code=None, env={**os.environ, **variables})
+    done = call([sys.executable, "main_training.py", *flags, *more], code=None, env={**os.environ, **variables})
     return done.returncode, done.stdout + done.stderr
 
 
@@ -84,6 +84,15 @@ def test_the_script_refuses_a_wrong_environment_before_it_imports_torch() -> Non
     assert (code, lines[0]) == (2, "5 problems with the environment:")
     assert lines[-1].startswith("EXIT_CODES=/no/such/folder: ") and "Traceback" not in output
     assert not any(line.split("|")[-1].strip() == "torch" for line in output.splitlines())
+
+
+def test_a_wrong_environment_next_to_a_wrong_flag_is_one_of_the_problems() -> None:
+    """DeepSpeed's launcher causes both: it adds --local_rank, and does not set LOCAL_WORLD_SIZE."""
+    code, output = start("--local_rank=0", RANK="0", WORLD_SIZE="2")
+    headline, flag, environment, *_, advice = output.splitlines()
+    assert (code, headline) == (2, "2 problems with the configuration:")
+    assert flag.split()[:2] == ["--local_rank=0", "no"] and environment.lstrip().startswith("4 problems with the env")
+    assert advice.endswith(HOW_TO_START)
 
 
 @pytest.mark.slow
