@@ -171,6 +171,31 @@ def test_data_that_cannot_be_trained_on_are_named(tmp_path: Path) -> None:
     assert complaint(tmp_path / "none").startswith(f"{folder}: no tokens")
 
 
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        ("chunk-0-0.bin", b""),  # litdata
+        ("shard.00000.mds", b""),  # MosaicML's streaming
+        ("00000_tokens.ds", b""),  # datatrove
+        ("part-0-00000.npy", b""),  # OLMo-core: without NumPy's header
+        ("tokens.npy", b"\x93NUMPY"),
+        ("train.bin", b""),  # nanoGPT
+        ("train.bin", b"\xff" * 4),  # ids 65535 there, and the beginning of an Arrow stream
+        ("fineweb_train_000001.bin", np.array([20240520, 1, 500]).astype("<i4").tobytes()),  # modded-nanogpt, llm.c
+    ],
+)
+def test_shards_of_other_loaders_are_refused_by_name(tmp_path: Path, name: str, head: bytes) -> None:
+    """Alone, with the index.json that some have, and next to shards that are read."""
+    file = tmp_path / "data" / name
+    file.parent.mkdir()
+    file.write_bytes(head + np.arange(500, dtype="<u2").tobytes())
+    (file.parent / "index.json").write_text("{}")
+    for _ in range(2):
+        message = complaint(tmp_path / "data")
+        assert message.startswith(f"{file}: ") and "write its tokens as lists in Arrow" in message
+        corpus(file.parent, DOCUMENTS, name="")
+
+
 def test_too_few_documents_for_a_split_are_counted(tmp_path: Path) -> None:
     corpus(tmp_path / "data", numbered([60] * 3))
     config = settings(tmp_path / "data", split="949,50,1", val_interval=1)
