@@ -107,8 +107,9 @@ def test_a_full_local_disk_is_named_and_ends_no_run_whose_other_folder_still_cou
     assert len(run(tmp_path, num_steps=10, async_checkpointing=background)) == 8
     output = capsys.readouterr().out
     assert output.count(f"saving to {tmp_path}/local failed: [Errno 28] No space left on device") == 6
-    # in the background, the kill may come before step 8 is saved
-    assert names(tmp_path / "checkpoints")[-1] == "step_4" and not names(tmp_path / "local")
+    # in the background, step 8 may be saved before the kill
+    assert names(tmp_path / "checkpoints")[-1] in ("step_4", "step_8")[: 1 + background]
+    assert not names(tmp_path / "local")
     fill_disk("checkpoints")
     with pytest.raises(SaveFailedError, match="2 saves in a row failed"):  # saves between them do not fail
         run(tmp_path, 20, num_steps=20, ckpt_max_failures=2, async_checkpointing=background)
