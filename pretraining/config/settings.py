@@ -339,7 +339,7 @@ class Settings:
     eos_token: Annotated[int | None, AtLeast(0, below=2**24)] = None
     """fms-fsdp's newer name of sep_token; set only one of the two."""
     bos_token: Annotated[int | None, AtLeast(0, below=2**24)] = None
-    """Token id put before every document. None: none."""
+    """Token id put before every document, and before the texts of evaluation and of the export. None: none."""
     bol_token: Annotated[int | None, AtLeast(0, below=2**24)] = None
     """Token id at the first position of every sequence. None: none."""
     eol_token: Annotated[int | None, AtLeast(0, below=2**24)] = None

@@ -72,6 +72,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def evaluate(flags: argparse.Namespace) -> Results:
     """Return the metrics of every task. Raises UserError."""
     from pretraining.extensions.questions.choices import accuracies, open_tasks
+    from pretraining.extensions.tokenizers.tokenizer import begin_texts
 
     if not (names := comma_separated(flags.tasks)):
         raise UserError(
@@ -82,6 +83,7 @@ def evaluate(flags: argparse.Namespace) -> Results:
     if others:
         import_harness(others)
     model, tokenizer, config = open_model(flags)
+    begin_texts(tokenizer, config.bos_token, print)
     scorer = Scorer(model.to(open_device(CONFIGURATION(device=flags.device))), tokenizer, flags.batch_size)
     results: Results = {}
     for name, task in open_tasks(",".join(files), tokenizer, scorer.longest, model.shape.vocab_size).items():
@@ -180,6 +182,7 @@ def harness_tokens(tokenizer: Tokenizer, path: str) -> dict[str, int]:
     template = find_template("", path, tokenizer.special)  # whose names the export has
     names = template.special if template else tokenizer.special
     ids = {name: tokenizer.find_token(names[name]) for name in ("bos_token", "eos_token") if name in names}
+    ids |= {} if tokenizer.start is None else {"bos_token": tokenizer.start}
     return {name: id for name, id in ({"eos_token": tokenizer.separator} | ids).items() if id is not None}
 
 

@@ -301,6 +301,56 @@ def test_the_exported_tokenizer_encodes_and_decodes_as_the_training_data_were(fi
     assert (adapters / file).read_bytes() == (exported / file).read_bytes()
 
 
+START, END = "<|begin|>", "<|end_of_text|>"
+
+
+@pytest.mark.parametrize("bos_token", [None, 1, 2])  # sentencepiece: <s> and </s>
+@pytest.mark.parametrize("kind", ["sentencepiece", "plain", "byte_level", "begins", "begins_otherwise"])
+def test_the_exported_tokenizer_begins_texts_as_evaluation_does(
+    kind: str, bos_token: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    source, processors = Path(__file__).read_text(), tokenizers.processors
+    path = str(tmp_path / ("t.model" if kind == "sentencepiece" else "tokenizer.json"))
+    if kind == "sentencepiece":
+        own_tokenizers().train([source], 400, Path(path), threads=1)
+    else:
+        model = write_byte_level(Path(path), [source], 400, [END, START, "<|other|>"])
+        first = {"begins": bos_token or 1, "begins_otherwise": 0}.get(kind)
+        if kind == "byte_level":
+            model.post_processor = processors.ByteLevel(trim_offsets=False)
+        if first is not None:
+            name = model.id_to_token(first)
+            model.post_processor = processors.TemplateProcessing(single=f"{name} $A", special_tokens=[(name, first)])
+        model.save(path)
+    run = saved(tmp_path / "run", tokenizer_path=path, bos_token=bos_token, vocab_size=400)
+    exported = to_huggingface(open_checkpoint(run), tmp_path / "hf")
+    ours, notes = own_tokenizers().open_tokenizer(path), list[str]()
+    own_tokenizers().begin_texts(ours, bos_token, notes.append)
+    assert capsys.readouterr().err.splitlines() == notes and bool(notes) == (
+        kind == "begins_otherwise" and bos_token is not None
+    )
+    theirs = transformers.AutoTokenizer.from_pretrained(exported)
+    texts = ["", *LITERAL, *random_texts(source.split())[::10]]
+    assert [theirs.encode(text) for text in texts] == [ours.encode_prompt(text) for text in texts]
+    assert theirs.encode("a", add_special_tokens=False) == ours.encode_prompt("a", surrounded=False)
+    written, config = (json.loads((exported / name).read_text()) for name in ("tokenizer_config.json", "config.json"))
+    if bos_token is None or notes:
+        assert written.get("add_bos_token", False) is False
+        assert config.get("bos_token_id") == (1 if kind == "sentencepiece" else None)
+    else:
+        assert theirs.encode("the model") == [bos_token, *ours.encode(["the model"])[0]]
+        assert theirs.bos_token_id == config["bos_token_id"] == ours.document_start == bos_token
+        assert written.get("add_bos_token", False) == (kind != "begins")  # llama.cpp's converter reads it
+    file = exported / "tokenizer.json"  # whose post-processor transformers 5 replaces by add_bos_token
+    alone = tokenizers.Tokenizer.from_file(str(file))
+    assert [alone.encode(text).ids for text in texts] == [ours.encode_prompt(text) for text in texts]
+    if kind == "byte_level" and bos_token is not None:
+        steps = json.loads(file.read_text())["post_processor"]["processors"]
+        assert [each["type"] for each in steps] == ["ByteLevel", "TemplateProcessing"]
+        assert alone.encode("a", "b").ids == [bos_token, *ours.encode(["a"])[0], bos_token, *ours.encode(["b"])[0]]
+
+
 def test_the_end_of_a_document_is_exported_as_the_special_token_that_the_data_have(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     model = write_byte_level(path, ["a tag of HTML"], 300, ["<eos>"])

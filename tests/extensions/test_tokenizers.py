@@ -20,12 +20,13 @@ from pretraining.config.errors import UserError
 from pretraining.data import IGNORED, open_stream
 from pretraining.data.opening import check_data
 from pretraining.extensions.tokenizers.text_bytes import ByteCounter
-from pretraining.extensions.tokenizers.tokenizer import open_tokenizer, train
+from pretraining.extensions.tokenizers.tokenizer import begin_texts, open_tokenizer, train
 from tests.data.corpora import corpus, numbered, settings
 from tests.tokenizer_files import write_byte_level
 
 LETTERS = "aeinorst äßλ中\n"
 TEXTS = ["".join(random.Random(n).choices(LETTERS, k=60)) for n in range(400)]
+NO_SUCH = "but the tokenizer has no such token: texts begin without it"
 KINDS = ("ours", "prefixed", "byte_level", "metaspace")
 
 
@@ -125,6 +126,31 @@ def test_groups_of_one_dataset_have_the_sequences_of_the_batches_on_any_ranks(tm
 def kept(batch: dict[str, np.ndarray]) -> list[np.ndarray]:
     """The rows whose labels count."""
     return [row for row, labels in zip(batch["tokens"], batch["labels"], strict=True) if (labels != IGNORED).any()]
+
+
+@pytest.mark.parametrize("kind", ["ours", "byte_level"])
+def test_a_token_that_cannot_begin_texts_is_reported(kind: str, tmp_path: Path) -> None:
+    path, notes = tokenizer_path(kind), list[str]()
+    name = "<s>" if kind == "ours" else "<|endoftext|>"
+    tokenizer = open_tokenizer(path)
+    plain = tokenizer.encode_prompt("ein")
+    begin_texts(tokenizer, 320, notes.append)
+    assert notes == [f"note: documents of the run begin with bos_token=320, {NO_SUCH}"]
+    assert tokenizer.start is None and tokenizer.encode_prompt("ein") == plain
+    begin_texts(tokenizer, 1, notes.append)
+    assert len(notes) == 1 and tokenizer.find_name(1) == name and tokenizer.encode_prompt("ein") == [1, *plain]
+    assert tokenizer.encode_prompt("ein", surrounded=False) == plain and tokenizer.document_start == 1
+    if kind == "byte_level":  # and one that puts another token there, or one at the end
+        model = pytest.importorskip("tokenizers").Tokenizer.from_file(path)
+        for single, ids in (("<unk> $A", [0, *plain]), ("$A <unk>", [*plain, 0])):
+            template = pytest.importorskip("tokenizers").processors.TemplateProcessing
+            model.post_processor = template(single=single, special_tokens=[("<unk>", 0)])
+            model.save(str(tmp_path / "other.json"))
+            tokenizer = open_tokenizer(str(tmp_path / "other.json"))
+            begin_texts(tokenizer, 1, notes.append)
+            assert tokenizer.encode_prompt("ein") == ids and tokenizer.document_start == tokenizer.separator
+            both = f"bos_token=1 ({name}), but the tokenizer puts 0 (<unk>) around texts"
+            assert notes.pop() == f"note: documents of the run begin with {both}: they stay as they are"
 
 
 @pytest.mark.parametrize("kind", ["ours", "byte_level"])

@@ -7,9 +7,11 @@ import json
 import os
 import random
 import re
+import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +28,13 @@ from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.manifest import Facts, open_checkpoint
 from pretraining.checkpoint.store import is_weight
 from pretraining.extensions.checkpoints import read_tensors
+from pretraining.extensions.questions.choices import tasks_of
 from pretraining.extensions.tokenizers.tokenizer import open_tokenizer
 from pretraining.extensions.tokenizers.tokenizer import train as train_tokenizer
 from pretraining.models.init import build_model
+from pretraining.models.llama import Llama
 from pretraining.tools.convert.convert import to_huggingface
-from pretraining.tools.evaluate import Results, main
+from pretraining.tools.evaluate import Results, Scorer, main
 from pretraining.tools.generate import load_model
 from tests.checkpoint.saving import save
 from tests.parallel.launch import run as run_command
@@ -128,27 +132,74 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_questions_are_scored_as_one_choice_at_a_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(folder), f"--tasks={folder}/own.jsonl", "--batch_size=7", "--device=cpu"]) == 0
-    printed = dict(line.split()[1:] for line in capsys.readouterr().out.splitlines())
-    right = [by_hand(folder, number) for number in range(len(QUESTIONS))]
+def with_start(folder: Path, target: Path, bos_token: int | None) -> Path:
+    """The checkpoint and the questions of `folder`, as of a run with `bos_token`, in `target`."""
+    checkpoint = open_checkpoint(folder / "step_1")
+    facts = replace(checkpoint.facts, config={**checkpoint.facts.config, "bos_token": bos_token})
+    save(target, read_tensors(checkpoint), facts)
+    shutil.copy(folder / "own.jsonl", target)
+    return target
+
+
+@pytest.mark.parametrize("bos_token", [None, 1, 7, 299])  # <s>, another token, and a row that the tokenizer lacks
+def test_questions_are_scored_as_one_choice_at_a_time(
+    folder: Path, tmp_path: Path, bos_token: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = with_start(folder, tmp_path, bos_token)
+    assert main([str(run), f"--tasks={run}/own.jsonl", "--batch_size=7", "--device=cpu"]) == 0
+    *notes, acc, acc_norm = capsys.readouterr().out.splitlines()
+    assert ("bos_token=299, but the tokenizer has no such token" in "".join(notes)) == (bos_token == 299) == bool(notes)
+    printed = dict(line.split()[1:] for line in (acc, acc_norm))
+    before = None if notes else bos_token
+    right = [answers(number, likelihoods(folder, number, before)) for number in range(len(QUESTIONS))]
     assert float(printed["acc"]) == pytest.approx(sum(plain for plain, _ in right) / 20)
     assert float(printed["acc_norm"]) == pytest.approx(sum(normalized for _, normalized in right) / 20)
     assert len({printed["acc"], printed["acc_norm"]}) == 2
 
 
-def by_hand(folder: Path, number: int) -> tuple[bool, bool]:
-    """Whether the likeliest choice is right, and the likeliest per character."""
-    checkpoint, asked = open_checkpoint(folder / "step_1"), QUESTIONS[number]
-    model = load_model(saved_config(checkpoint.facts.config, CONFIGURATION), read_tensors(checkpoint, is_weight))
-    tokenizer = open_tokenizer(str(folder / "t.model"))
-    before = tokenizer.encode([asked["context"]])[0] or [1]  # sentencepiece's <s>
+@pytest.mark.parametrize("bos_token", [None, 1, 7])
+def test_questions_of_a_run_begin_with_the_token_that_its_documents_begin_with(
+    folder: Path, bos_token: int | None
+) -> None:
+    saved = saved_config(open_checkpoint(folder / "step_1").facts.config, CONFIGURATION)
+    config: Any = replace(saved, bos_token=bos_token)
+    asking = replace(config, eval_tasks=str(folder / "own.jsonl"), eval_interval=1, seq_length=64)
+    notes: list[str] = []
+    task = tasks_of(asking, notes.append)["own"]
+    scorer = Scorer(model_in(folder), open_tokenizer(config.tokenizer_path), 8)
+    for number, requests in enumerate(task.requests):
+        found = [likelihood for likelihood, _ in scorer.score(requests)]
+        assert found == pytest.approx(likelihoods(folder, number, bos_token), rel=1e-5)
+        if bos_token is not None and QUESTIONS[number]["context"]:
+            assert found != pytest.approx(likelihoods(folder, number, None), rel=1e-4)
+    assert not notes
+
+
+@cache
+def model_in(folder: Path) -> Llama:
+    """The model of the checkpoint in `folder`."""
+    checkpoint = open_checkpoint(folder / "step_1")
+    return load_model(saved_config(checkpoint.facts.config, CONFIGURATION), read_tensors(checkpoint, is_weight))
+
+
+@cache
+def likelihoods(folder: Path, number: int, bos_token: int | None) -> list[float]:
+    """The log-likelihood of each choice of a question, in a row of its own."""
+    asked, model, tokenizer = QUESTIONS[number], model_in(folder), open_tokenizer(str(folder / "t.model"))
+    before = [] if bos_token is None else [bos_token]
+    before = [*before, *tokenizer.encode([asked["context"]])[0]] or [1]  # sentencepiece's <s>
     values = []
     for choice in asked["choices"]:
         after = tokenizer.encode([" " + choice])[0]
         with torch.no_grad():
             logits = model(torch.tensor([before + after]))[0].log_softmax(-1)
         values.append(sum(logits[len(before) - 1 + place, token].item() for place, token in enumerate(after)))
+    return values
+
+
+def answers(number: int, values: list[float]) -> tuple[bool, bool]:
+    """Whether the likeliest choice is right, and the likeliest per character."""
+    asked = QUESTIONS[number]
     lengths = map(len, asked["choices"])
     per_character = [value / length for value, length in zip(values, lengths, strict=True)]
     best, normalized = (max(range(3), key=each.__getitem__) for each in (values, per_character))
@@ -157,10 +208,11 @@ def by_hand(folder: Path, number: int) -> tuple[bool, bool]:
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_the_harness_has_the_numbers_of_the_exported_model(folder: Path) -> None:
+@pytest.mark.parametrize("bos_token", [None, 1])
+def test_the_harness_has_the_numbers_of_the_exported_model(folder: Path, tmp_path: Path, bos_token: int | None) -> None:
     pytest.importorskip("lm_eval")
     pytest.importorskip("transformers")
-    compare_with_the_harness(folder, TASKS)
+    compare_with_the_harness(with_start(folder, tmp_path, bos_token), TASKS)
 
 
 def compare_with_the_harness(folder: Path, tasks: Mapping[str, str]) -> None:

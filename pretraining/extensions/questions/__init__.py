@@ -17,7 +17,7 @@ def read_tasks(config: QuestionsConfig) -> None:
     if config.eval_interval:
         from pretraining.extensions.questions.choices import tasks_of
 
-        tasks_of(config)
+        tasks_of(config, report=lambda note: None)  # the watcher prints it
 
 
 def watch(run: TrainingRun) -> Questions | None:

@@ -8,7 +8,7 @@ the choice likeliest per character the one of the normalized accuracy.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.data.stores.labels import IGNORED
 from pretraining.extensions.questions.settings import QuestionsConfig
-from pretraining.extensions.tokenizers.tokenizer import Tokenizer, open_tokenizer
+from pretraining.extensions.tokenizers.tokenizer import Tokenizer, begin_texts, open_tokenizer
 from pretraining.storage import Location, location
 
 
@@ -77,10 +77,11 @@ def _encode(question: Question, tokenizer: Tokenizer, longest: int, vocabulary: 
     return requests
 
 
-def tasks_of(config: QuestionsConfig) -> dict[str, Task]:
-    """Return the tasks that a run is evaluated on. Raises UserError."""
-    vocabulary = model_shape(config).vocab_size
-    return open_tasks(config.eval_tasks, open_tokenizer(config.tokenizer_path), config.seq_length, vocabulary)
+def tasks_of(config: QuestionsConfig, report: Callable[[str], object]) -> dict[str, Task]:
+    """Return the tasks that a run is evaluated on. report: see `begin_texts`. Raises UserError."""
+    tokenizer, vocabulary = open_tokenizer(config.tokenizer_path), model_shape(config).vocab_size
+    begin_texts(tokenizer, config.bos_token, report)
+    return open_tasks(config.eval_tasks, tokenizer, config.seq_length, vocabulary)
 
 
 def read_questions(path: Location) -> list[Question]:

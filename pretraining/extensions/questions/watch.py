@@ -25,7 +25,7 @@ class Questions(Watcher):
 
     def __init__(self, run: TrainingRun) -> None:
         self._run, self._config = run, cast(QuestionsConfig, run.config)
-        self.tasks = tasks_of(self._config)
+        self.tasks = tasks_of(self._config, run.print)
 
     def prepare(self) -> None:
         """Compile the evaluation before the first step, not in mid-run."""

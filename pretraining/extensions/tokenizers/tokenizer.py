@@ -39,11 +39,14 @@ class SentencePieceTokenizer:
 
     vocab_size: ids are below it. separator: the id put after every document, None if the tokenizer has none. special:
     the tokens that chat templates name. named: the special tokens that a text becomes where it has their names.
-    beginning: the special tokens that it puts before a text.
+    beginning: the special tokens that it puts before a text. start: the one before every document of a run, which
+    `begin_texts` sets. document_start: the id that an empty prompt stands for: `start`, or as in transformers the
+    beginning of a text (sentencepiece), or its end.
     """
 
     named: frozenset[int] = frozenset()
     beginning: tuple[int, ...] = ()
+    start: int | None = None
 
     def __init__(self, model: bytes) -> None:
         import sentencepiece
@@ -51,6 +54,7 @@ class SentencePieceTokenizer:
         self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
         self.vocab_size: int = self._model.vocab_size()
         self.separator: int | None = self._model.eos_id() if self._model.eos_id() >= 0 else None
+        self.document_start: int | None = self._model.bos_id() if self._model.bos_id() >= 0 else self.separator
         controls = filter(self._model.is_control, range(self.vocab_size))
         self._controls = {self._model.id_to_piece(number): number for number in controls}
         ids = {"bos_token": self._model.bos_id(), "eos_token": self._model.eos_id()}
@@ -61,17 +65,12 @@ class SentencePieceTokenizer:
         ids: list[list[int]] = self._model.encode(texts, out_type=int, num_threads=1)
         return ids
 
-    @property
-    def document_start(self) -> int | None:
-        """Return the id that an empty prompt stands for, as in transformers: the beginning of a text, or its end."""
-        return self._model.bos_id() if self._model.bos_id() >= 0 else self.separator
-
     def encode_prompt(self, text: str, surrounded: bool = True) -> list[int]:
         """Return the token ids of a prompt as the exported tokenizer does: names of special tokens are these tokens.
 
-        There are none around it, `surrounded` or not.
+        If `surrounded`, `start` is before it.
         """
-        ids: list[int] = []
+        ids = [self.start] if surrounded and self.start is not None else []
         special = {**self._controls, self._model.id_to_piece(self._model.unk_id()): self._model.unk_id()}
         for number, part in enumerate(re.split(f"({'|'.join(map(re.escape, special))})", text)):
             if number % 2:
@@ -102,6 +101,10 @@ class SentencePieceTokenizer:
         """Return the id of the token of this name; None if there is none."""
         id: int = self._model.piece_to_id(name)
         return id if self._model.id_to_piece(id) == name else None
+
+    def find_name(self, id: int) -> str | None:
+        """Return the name of a token; None if there is none of this id."""
+        return self._model.id_to_piece(id) if id < self.vocab_size else None
 
     def trace(self, text: str) -> TracedTokens:
         """Return the tokens of a text; the names of special tokens in it are those tokens."""
@@ -163,20 +166,23 @@ class HuggingFaceTokenizer:
         surrounded = self._model.encode("a")
         pairs = zip(surrounded.ids, surrounded.special_tokens_mask, strict=True)
         self.beginning = tuple(number for number, _ in takewhile(lambda pair: pair[1], pairs))
-
-    @property
-    def document_start(self) -> int | None:
-        """Return the id that an empty prompt stands for: the end of a document."""
-        return self.separator
+        self.start: int | None = None
+        self.document_start = self.separator
 
     def encode_prompt(self, text: str, surrounded: bool = True) -> list[int]:
-        """Return the token ids of a prompt; if `surrounded`, with the special tokens that tokenizer.json puts there."""
-        ids: list[int] = self._model.encode(text, add_special_tokens=surrounded).ids
-        return ids
+        """Return the token ids of a prompt; if `surrounded`, with the special tokens that tokenizer.json puts there.
+
+        Where it puts none, `start` is before it.
+        """
+        before = [self.start] if surrounded and self.start is not None and not self.beginning else []
+        return [*before, *self._model.encode(text, add_special_tokens=surrounded).ids]
 
     def find_token(self, name: str) -> int | None:
         id: int | None = self._model.token_to_id(name)
         return id
+
+    def find_name(self, id: int) -> str | None:
+        return self._model.id_to_token(id) or None
 
     def trace(self, text: str) -> TracedTokens:
         # The one of GPT-2 and GPT-NeoX takes spaces out of the characters that a token stands for.
@@ -212,6 +218,25 @@ class HuggingFaceTokenizer:
 
 
 Tokenizer = SentencePieceTokenizer | HuggingFaceTokenizer
+
+
+def begin_texts(tokenizer: Tokenizer, token: int | None, report: Callable[[str], object]) -> None:
+    """Put `token`, the bos_token of a run, before texts, as it is before the documents; None: the run has none.
+
+    Where the tokenizer has no such token, or puts others around a text, texts stay as they are, and this is reported.
+    """
+    if token is None:
+        return
+    plain = tokenizer.encode_prompt("a", surrounded=False)
+    around = [id for id in tokenizer.encode_prompt("a") if id not in plain]
+    name, what = tokenizer.find_name(token), f"note: documents of the run begin with bos_token={token}"
+    if not name:
+        report(f"{what}, but the tokenizer has no such token: texts begin without it")
+    elif around and tokenizer.beginning != (token,):
+        others = ", ".join(f"{id} ({tokenizer.find_name(id)})" for id in around)
+        report(f"{what} ({name}), but the tokenizer puts {others} around texts: they stay as they are")
+    else:
+        tokenizer.start = tokenizer.document_start = token
 
 
 def _piece_bytes(piece: str) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from typing import Any
 
 from pretraining.config.errors import UserError
@@ -24,8 +25,11 @@ FAST = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spa
 PADDING = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>")
 
 
-def export_tokenizer(path: str) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return the special ids of the tokenizer at `path` for config.json, and its files by name; "": none."""
+def export_tokenizer(path: str, bos_token: int | None = None) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Return the special ids of the tokenizer at `path` for config.json, and its files by name; "": none.
+
+    bos_token: the run's, which the exported tokenizer puts before a text as `begin_texts` does.
+    """
     if not path:
         print("no tokenizer in the checkpoint's configuration: add one with --tokenizer_path=FILE", file=sys.stderr)
         return {}, {}
@@ -36,15 +40,35 @@ def export_tokenizer(path: str) -> tuple[dict[str, Any], dict[str, bytes]]:
     files = {"tokenizer.json" if is_json else "tokenizer.model": file.read_bytes()}
     own, usage = _tokenizer_json(file) if is_json else _sentencepiece(file, files)
     ids: dict[str, Any] = {**own}
+    from pretraining.extensions.tokenizers.tokenizer import begin_texts, open_tokenizer
+
     if template := find_template("", path, {}):
         usage |= {**template.special, "chat_template": template.text}
-        from pretraining.extensions.tokenizers.tokenizer import open_tokenizer
-
         end = end_of_turn(template, open_tokenizer(path).find_token)
         if end not in (None, ids.get("eos")):  # transformers ends a text at either
             ids["eos"] = [ids["eos"], end] if "eos" in ids else end
+    if bos_token is not None:
+        begin_texts(tokenizer := open_tokenizer(path), bos_token, partial(print, file=sys.stderr))
+        if tokenizer.start is not None and (name := tokenizer.find_name(bos_token)):
+            ids["bos"] = bos_token
+            usage["bos_token"] = name
+            if not tokenizer.beginning:
+                usage["add_bos_token"] = True  # for llama.cpp's converter
+                files["tokenizer.json"] = _begin_with(files["tokenizer.json"], name, bos_token)
     files["tokenizer_config.json"] = json.dumps(usage, indent=2).encode() + b"\n"
     return {f"{kind}_token_id": number for kind, number in ids.items() if kind != "unk"}, files
+
+
+def _begin_with(described: bytes, name: str, id: int) -> bytes:
+    """Return a tokenizer.json, which puts nothing around a text, with a token before every text."""
+    content, pair = json.loads(described), list[dict[str, Any]]()
+    for number, text in enumerate("AB"):
+        pair += [{"SpecialToken": {"id": name, "type_id": number}}, {"Sequence": {"id": text, "type_id": number}}]
+    token = {"id": name, "ids": [id], "tokens": [name]}
+    template = {"type": "TemplateProcessing", "single": pair[:2], "pair": pair, "special_tokens": {name: token}}
+    own = content.get("post_processor")  # such as ByteLevel
+    content["post_processor"] = {"type": "Sequence", "processors": [own, template]} if own else template
+    return json.dumps(content, ensure_ascii=False).encode()
 
 
 def _sentencepiece(path: Location, files: dict[str, bytes]) -> tuple[dict[str, int], dict[str, Any]]:
