@@ -40,14 +40,16 @@ def export_tokenizer(path: str, bos_token: int | None = None) -> tuple[dict[str,
     files = {"tokenizer.json" if is_json else "tokenizer.model": file.read_bytes()}
     own, usage = _tokenizer_json(file) if is_json else _sentencepiece(file, files)
     ids: dict[str, Any] = {**own}
-    from pretraining.extensions.tokenizers.tokenizer import begin_texts, open_tokenizer
-
     if template := find_template("", path, {}):
         usage |= {**template.special, "chat_template": template.text}
+        from pretraining.extensions.tokenizers.tokenizer import open_tokenizer
+
         end = end_of_turn(template, open_tokenizer(path).find_token)
         if end not in (None, ids.get("eos")):  # transformers ends a text at either
             ids["eos"] = [ids["eos"], end] if "eos" in ids else end
     if bos_token is not None:
+        from pretraining.extensions.tokenizers.tokenizer import begin_texts, open_tokenizer
+
         begin_texts(tokenizer := open_tokenizer(path), bos_token, partial(print, file=sys.stderr))
         if tokenizer.start is not None and (name := tokenizer.find_name(bos_token)):
             ids["bos"] = bos_token
