@@ -43,10 +43,14 @@ class ConfigError(UserError):
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = list(map(_shortened, problems))
-        width = max(len(problem.subject) for problem in self.problems)
-        lines = [f"{counted(len(self.problems), 'problem')} with the configuration:"]
-        lines += [f"  {problem.subject:<{width}}  {problem.remedy}" for problem in self.problems]
-        super().__init__("\n".join(lines))
+        super().__init__(listing(self.problems, "configuration"))
+
+
+def listing(problems: Sequence[Problem], place: str) -> str:
+    """Return a text that says how many problems there are with `place`, and has a line for each."""
+    width = max(len(problem.subject) for problem in problems)
+    lines = [f"  {problem.subject:<{width}}  {problem.remedy}" for problem in problems]
+    return "\n".join([f"{counted(len(problems), 'problem')} with the {place}:", *lines])
 
 
 def _shortened(problem: Problem) -> Problem:

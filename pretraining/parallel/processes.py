@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from pretraining.config.errors import UserError, counted
+from pretraining.config.errors import Problem, UserError, listing
 from pretraining.config.script import TRY_AGAIN
 
 COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -54,13 +54,8 @@ def read_processes(environment: Mapping[str, str] = os.environ) -> Processes:
     """Return what the environment says. Raises ProcessError with every mistake and how to start a run."""
     if not any(name in environment for name in COUNTS):
         return Processes()
-    problems = dict(_problems(environment))
-    if problems:
-        subjects = {name: f"{name}={environment[name]}" if name in environment else name for name in problems}
-        width = max(map(len, subjects.values()))
-        lines = [f"  {subjects[name]:<{width}}  {problem}" for name, problem in problems.items()]
-        headline = f"{counted(len(problems), 'problem')} with the environment:"
-        raise ProcessError("\n".join([headline, *lines, HOW_TO_START]))
+    if problems := list(_problems(environment)):
+        raise ProcessError(f"{listing(problems, 'environment')}\n{HOW_TO_START}")
     rank, world_size, local_rank, local_world_size = (int(environment[name]) for name in COUNTS)
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     return Processes(rank, world_size, local_rank, local_world_size, True, address, port)
@@ -89,23 +84,25 @@ def no_peers(processes: Processes, timeout: float, who: str, reason: str) -> NoP
     return NoPeersError(f"{who} through {where}: {remedy}, or raise --collective_timeout ({reason})")
 
 
-def _problems(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield the variables that are wrong, and why."""
+def _problems(environment: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield what is wrong with the variables."""
     numbers: dict[str, int] = {}
     for name in VARIABLES:
         text = environment.get(name)
-        if not text:
-            yield name, "is not set" if text is None else "is empty"
+        if text is None:
+            yield Problem(name, "is not set")
+        elif not text:
+            yield Problem(f"{name}=", "is empty")
         elif name == "MASTER_ADDR":
             if not _may_be_host(text):
-                yield name, "is not the name or the address of a host"
+                yield Problem(f"{name}={text}", "is not the name or the address of a host")
         elif text.isascii() and text.isdigit() and len(text) < 10:
             numbers[name] = int(text)
         else:
-            yield name, "is not a whole number"
+            yield Problem(f"{name}={text}", "is not a whole number")
     for name, number in numbers.items():
         if contradiction := _contradiction(name, number, numbers):
-            yield name, contradiction
+            yield Problem(f"{name}={environment[name]}", contradiction)
 
 
 def _may_be_host(text: str) -> bool:
