@@ -44,8 +44,9 @@ def check_needs(config: TrainConfig) -> Iterator[Problem]:
         with suppress(UnknownValueError):
             if setting.needs and getattr(config, name) != setting.default and not setting.needs.is_met(config):
                 other, value = setting.needs
-                remedy = f"needs --{other}{(value and f'={value}') or ''}; set it too, or remove this flag"
-                remedy += LEAVE_OUT * (name in config.matching_settings)
+                flag = f"--{other}={value}" if value else f"--{other}"
+                note = LEAVE_OUT if name in config.matching_settings else ""
+                remedy = f"needs {flag}; set it too, or remove this flag{note}"
                 yield problem(config, name, remedy, is_missing=getattr(config, other) == settings[other].default)
 
 
