@@ -90,23 +90,21 @@ class Interrupt:
         self.is_compiling = False  # set by the loop: no step ends for long
         self._pipe, write_end = os.pipe()
         os.set_blocking(write_end, False)
-        self._earlier = (
-            signal.set_wakeup_fd(write_end, warn_on_full_buffer=False),
-            {number: signal.signal(number, _leave_the_next_to_python) for number in (signal.SIGTERM, signal.SIGINT)},
-        )
+        self._earlier_descriptor = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        handled = (signal.SIGTERM, signal.SIGINT)
+        self._earlier_handlers = {number: signal.signal(number, _leave_the_next_to_python) for number in handled}
         Thread(target=self._listen, name="signals", daemon=True).start()
 
     def close(self) -> None:
         """Leave signals to the handlers from before: a program may go on after the run."""
         time.sleep(max(0.0, self._received + ECHO - time.monotonic()))  # the echo of a signal would end the process
-        descriptor, handlers = self._earlier
-        for number, handler in handlers.items():
+        for number, handler in self._earlier_handlers.items():
             signal.signal(number, handler)
-        os.close(signal.set_wakeup_fd(descriptor))  # ends the thread
+        os.close(signal.set_wakeup_fd(self._earlier_descriptor))  # ends the thread
 
     def _listen(self) -> None:
         while numbers := os.read(self._pipe, 1):
-            if numbers[0] in self._earlier[1]:
+            if numbers[0] in self._earlier_handlers:
                 self._receive(numbers[0])
         os.close(self._pipe)
 
@@ -150,7 +148,10 @@ class Interrupt:
 
     def _wait(self, received: torch.Tensor, work: dist.Work) -> Agreement:
         try:
-            work.wait(*((timedelta(seconds=RENDEZVOUS),) if self._signal else ()))
+            if self._signal:
+                work.wait(timedelta(seconds=RENDEZVOUS))
+            else:
+                work.wait()
         except RuntimeError as error:
             if not self._signal:
                 raise
