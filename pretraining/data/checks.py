@@ -32,11 +32,8 @@ def check_special_tokens(config: TrainConfig) -> Iterator[Problem]:
 def check_training_data(config: TrainConfig) -> Iterator[Problem]:
     """Training needs data."""
     if not config.use_dummy_dataset and not config.data_path:
-        remedy = (
-            "is not set: give a folder of token shards, or --use_dummy_dataset=True for a speed test; "
-            "bash scripts/train.sh prepares a small corpus"
-        )
-        yield Problem("--data_path", remedy, is_missing=True)
+        remedy = "is not set: give a folder of token shards, or --use_dummy_dataset=True for a speed test"
+        yield Problem("--data_path", f"{remedy}; bash scripts/train.sh prepares a small corpus", is_missing=True)
 
 
 CHECKS = (check_mixture, check_special_tokens)

@@ -116,7 +116,7 @@ def _of_split(folder: Location, split: str) -> Location:
 def _open(config: TrainConfig, folder: Location, name: str, split: str, shares: str) -> Dataset:
     files = find_shards(folder, config.file_type)
     if not files:
-        kinds = ", ".join({config.file_type} & {*shard_formats()} or shard_formats())
+        kinds = config.file_type if config.file_type in shard_formats() else ", ".join(shard_formats())
         raise UserError(f"{folder}: no shards of --file_type={config.file_type}: give a folder of {kinds} files")
     strip = tuple(parse_steps(config.strip_tokens))
     sources = [TokenShard(path, format, config.col_name, strip) for path, format in files]
@@ -160,20 +160,16 @@ def _check_description(folder: Location, description: dict[str, Any], shards: li
     """Raise UserError if shards are missing, or the tokenizer has more ids than the embedding has rows."""
     size = description.get("vocab_size")
     if size is not None and size > rows:
-        raise UserError(
-            f"{folder}: its tokenizer has {size:,} ids, but the model's vocabulary is {rows:,}: "
-            f"give --vocab_size={size} or more"
-        )
+        reason = f"its tokenizer has {size:,} ids, but the model's vocabulary is {rows:,}"
+        raise UserError(f"{folder}: {reason}: give --vocab_size={size} or more")
     if missing := sorted(set(description.get("shards", {})) - {location(shard.path).name for shard in shards}):
         raise UserError(f"{folder / missing[0]}: missing, but {DESCRIPTION} lists it: prepare the dataset again")
     counts = {"documents": sum(shard.documents for shard in shards)}
     counts["tokens"] = sum(shard.token_count for shard in shards)
     for name, count in counts.items():
         if (expected := description.get(name)) not in (None, count):
-            raise UserError(
-                f"{folder}: {count:,} {name}, but {DESCRIPTION} lists {expected:,}: a shard is missing, damaged or "
-                "belongs to another dataset; prepare the dataset again"
-            )
+            reason = "a shard is missing, damaged or belongs to another dataset; prepare the dataset again"
+            raise UserError(f"{folder}: {count:,} {name}, but {DESCRIPTION} lists {expected:,}: {reason}")
 
 
 def _check_labels(config: TrainConfig, folder: Location, description: dict[str, Any], shards: list[ShardIndex]) -> None:
@@ -183,9 +179,8 @@ def _check_labels(config: TrainConfig, folder: Location, description: dict[str, 
         raise UserError(f"{unlabelled[0]}: no column of labels, but other shards of {folder} have one: separate them")
     length = description.get("seq_length")
     if length not in (None, config.seq_length):
-        raise UserError(
-            f"{folder}: rows of {length} tokens, not seq_length={config.seq_length}: give --seq_length={length}"
-        )
+        reason = f"rows of {length} tokens, not seq_length={config.seq_length}"
+        raise UserError(f"{folder}: {reason}: give --seq_length={length}")
     added = [name for name in ("bos_token", "bol_token", "eol_token", "strip_tokens")
              if getattr(config, name) not in (None, "")]  # fmt: skip
     if length and added:
@@ -215,9 +210,9 @@ def special_tokens(config: TrainConfig, datasets: list[Dataset]) -> SpecialToken
         is_known = is_set and is_remote(dataset.folder)  # whose documents are not read twice for a check
         if str(dataset.folder) not in prepared and not is_known:
             _check_endings(dataset, separator, is_set)
-    origin = name if flag is not None else DESCRIPTION if prepared else "the default, --sep_token sets another"
+    origin = DESCRIPTION if prepared else "the default, --sep_token sets another"
     eos = None if separator == NO_SEPARATOR else separator
-    return SpecialTokens(eos, config.bos_token, config.bol_token, config.eol_token, origin)
+    return SpecialTokens(eos, config.bos_token, config.bol_token, config.eol_token, origin if flag is None else name)
 
 
 def _check_endings(dataset: Dataset, separator: int, is_set: bool) -> None:
@@ -234,11 +229,10 @@ def _check_endings(dataset: Dataset, separator: int, is_set: bool) -> None:
     if token == separator:
         raise UserError(f"{subject}, the separator, which would be there twice: give --strip_tokens={token}")
     if not is_set:
-        raise UserError(
-            f"{subject}, but the separator would be {separator}: give --sep_token={token} --strip_tokens={token} if "
-            f"{token} separates documents, --sep_token={NO_SEPARATOR} for rows that are packed already, or "
-            f"--sep_token={separator}"
-        )
+        packed = f"--sep_token={NO_SEPARATOR} for rows that are packed already"
+        remedy = f"--sep_token={token} --strip_tokens={token} if {token} separates documents, {packed}"
+        wrong = f"{subject}, but the separator would be {separator}"
+        raise UserError(f"{wrong}: give {remedy}, or --sep_token={separator}")
 
 
 def dataset_weights(source: SplitSource, datasets: list[Dataset], tokens: list[int]) -> list[float]:

@@ -52,9 +52,8 @@ def split_folders(folder: Location) -> SplitFolders | None:
             folders[split] = folder / name
     if "train" not in folders:
         listed = ", ".join(map(str, names)) or "none"
-        raise UserError(
-            f"{folder}: {kind} without a train split, it has {listed}: give the folder of one, {folder}/..."
-        )
+        reason = f"{kind} without a train split, it has {listed}"
+        raise UserError(f"{folder}: {reason}: give the folder of one, {folder}/...")
     return SplitFolders(kind, folders)
 
 

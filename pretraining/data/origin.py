@@ -29,7 +29,5 @@ def check_origin(path: str, prepared: Mapping[str, str]) -> None:
     for name, checksum in known.items():
         if checksum != actual:
             sums = f"sha256 {checksum[:12]}..., not {actual[:12]}..."
-            raise UserError(
-                f"--tokenizer_path={path}: {name} was prepared with another tokenizer ({sums}): give that one; "
-                "prepare wrote a copy next to train/"
-            )
+            reason = f"{name} was prepared with another tokenizer ({sums})"
+            raise UserError(f"--tokenizer_path={path}: {reason}: give that one; prepare wrote a copy next to train/")

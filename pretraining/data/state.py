@@ -32,19 +32,16 @@ def open_state(
         consumed = dict.fromkeys(mixture, 0)
         state = {"version": VERSION, "sequences": 0, "start": 0, "consumed": consumed, "order": order}
         return {**state, "mixture": mixture, "earlier": []}
-    if previous.get("version") != VERSION:
-        found = previous.get("version")
-        raise UserError(f"the checkpoint's data state has version {found}, but this code reads version {VERSION}")
+    if (version := previous.get("version")) != VERSION:
+        raise UserError(f"the checkpoint's data state has version {version}, but this code reads version {VERSION}")
     changes = _changes(previous, order, mixture)
     if not changes:
         return dict(previous)
     if begun := config.begin_mixture(previous, order, mixture, changes):
         return begun
     listing = "\n".join(f"  {change}" for change in changes)
-    raise UserError(
-        f"the data is not what the checkpoint was trained on:\n{listing}\n"
-        "Restore it, begin a new mixture at this step with --accept_data_changes=True, or a new run with --run_name"
-    )
+    remedy = "begin a new mixture at this step with --accept_data_changes=True, or a new run with --run_name"
+    raise UserError(f"the data is not what the checkpoint was trained on:\n{listing}\nRestore it, {remedy}")
 
 
 def _changes(previous: Mapping[str, Any], order: dict[str, Any], mixture: Mixture) -> list[str]:
