@@ -58,22 +58,19 @@ def open_stream(
     corpora, files, ahead = _corpora(config, source, datasets, special, any(fields))
     _check_not_empty(source, datasets, corpora, split)
     schedule = mixture_schedule(dataset_weights(source, datasets, [corpus.tokens for corpus in corpora]))
-    tokens = payload(config, special)
+    length = payload(config, special)
     if split == "train":
-        _check_batch(datasets, corpora, schedule, rank_slice.global_rows * tokens, config.max_samples)
-    first_state = open_state(
-        order_settings(config, special, source.shares),
-        {
-            dataset.name: {"share": count, "fingerprint": dataset.fingerprint, TOKENIZER: dataset.tokenizer}
-            for dataset, count in zip(datasets, schedule.counts, strict=True)
-        },
-        previous=state,
-        config=config,
-    )
+        _check_batch(datasets, corpora, schedule, rank_slice.global_rows * length, config.max_samples)
+    parts = {
+        dataset.name: {"share": count, "fingerprint": dataset.fingerprint, TOKENIZER: dataset.tokenizer}
+        for dataset, count in zip(datasets, schedule.counts, strict=True)
+    }
+    order = order_settings(config, special, source.shares)
+    first_state = open_state(order, parts, previous=state, config=config)
     mixture = Mixture(corpora, schedule, special, config=config, state=first_state, files=files, ahead=ahead)
-    total, counted = _extent(config, corpora, tokens, rank_slice, split)
+    total, counted = _extent(config, corpora, length, rank_slice, split)
     facts = {
-        "datasets": _facts(config, datasets, corpora, schedule, tokens if split == "train" else 0),
+        "datasets": _facts(config, datasets, corpora, schedule, length if split == "train" else 0),
         "source": source,
         "special": special,
         "opened": datasets,
@@ -111,7 +108,8 @@ def check_data(config: TrainConfig, own: Mapping[str, Rows] | None = None) -> di
     datasets: dict[str, list[Dataset]] = {}
     for split in ("train", *config.held_out_splits()):
         stream = open_stream(config, split=split, own=own.get(split))
-        datasets |= {split: stream.facts["opened"]} if "opened" in stream.facts else {}
+        if "opened" in stream.facts:
+            datasets[split] = stream.facts["opened"]
         stream.close()
     return datasets
 
@@ -216,21 +214,23 @@ def _extent(
 ) -> tuple[int | None, int | None]:
     """Return (sequences that can be read, those of them whose labels are trained); None: endless, all.
 
-    Training has num_epochs passes over all datasets together, validation and test have one.
+    Training has num_epochs passes over all datasets together, validation and test have one. length: tokens of the data
+    in a sequence.
     """
     rows, tokens = rank_slice.global_rows, sum(corpus.tokens for corpus in corpora)
     if split == "train":
-        return (None if config.num_epochs is None else config.num_epochs * tokens // length), None
+        total = None if config.num_epochs is None else config.num_epochs * tokens // length
+        return total, None
     sequences = tokens // length
     if not sequences:
         have = f"the {split} data have {tokens:,} tokens, but a sequence has {length:,}"
         raise UserError(f"{have}: lower --seq_length, or hold out more data")
-    if config.drop_last_val and sequences < rows:
-        raise UserError(
-            f"the {split} data are {sequences:,} sequences of {length:,} tokens, but a global batch takes {rows:,}: "
-            "lower --global_batch_size or --seq_length, or give --drop_last_val=False"
-        )
-    return (sequences - sequences % rows if config.drop_last_val else sequences + -sequences % rows), sequences
+    if not config.drop_last_val:
+        return sequences + -sequences % rows, sequences  # the last batch is filled up
+    if sequences < rows:
+        have = f"the {split} data are {sequences:,} sequences of {length:,} tokens, but a global batch takes {rows:,}"
+        raise UserError(f"{have}: lower --global_batch_size or --seq_length, or give --drop_last_val=False")
+    return sequences // rows * rows, sequences
 
 
 def _facts(
