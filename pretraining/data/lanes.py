@@ -82,10 +82,12 @@ def mixture_schedule(weights: list[float]) -> MixtureSchedule:
     shares = np.array(weights) / np.sum(weights) * PERIOD
     counts = np.maximum(np.floor(shares), 1).astype(np.int64)
     while (missing := PERIOD - int(counts.sum())) != 0:
-        order = np.argsort(counts - shares, kind="stable")
-        order = order if missing > 0 else order[::-1]
-        order = order[: abs(missing)] if missing > 0 else order[counts[order] > 1][: abs(missing)]
-        counts[order] += np.sign(missing)
+        by_excess = np.argsort(counts - shares, kind="stable")
+        if missing > 0:
+            counts[by_excess[:missing]] += 1
+        else:
+            reducible = by_excess[counts[by_excess] > 1]
+            counts[reducible[missing:]] -= 1
     places = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
     dataset = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     earlier = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
