@@ -338,9 +338,12 @@ class Corpus:
 
 
 def documents_per_block(documents: int, tokens: int) -> int:
-    """Return about 16 thousand tokens' documents, at least 128, and enough for at most 2^18 blocks."""
+    """Return the documents of a block, whole groups: about 16 thousand tokens, 128 to 4096 documents, or more where a
+    dataset would have more than 2^18 blocks."""
     mean = max(1, tokens // max(1, documents))
-    return max(2, min(64, _BLOCK_TOKENS // mean // GROUP), -(-documents // GROUP // _MOST_BLOCKS)) * GROUP
+    groups = max(2, min(64, _BLOCK_TOKENS // mean // GROUP))
+    fewest = -(-documents // (GROUP * _MOST_BLOCKS))  # rounded up
+    return max(groups, fewest) * GROUP
 
 
 # ---- Copying tokens
@@ -371,18 +374,20 @@ def _read_documents(
     """
     (first, last), width, before = documents, block.width, block.before
     starts, sizes = block.starts[first:last].tolist(), [count * width for count in block.lengths[first:last].tolist()]
-    place = before[first] - within + (order.bos is not None)  # of the first document in the row
-    skipped = max(0, -place) * width
+    begin = before[first] - within + (order.bos is not None)  # of the first document, from the beginning of the row
+    end = before[last] - within - (order.separator is not None)  # of the last document
+    skipped = max(0, -begin) * width
     starts[0], sizes[0] = starts[0] + skipped, sizes[0] - skipped
-    sizes[-1] -= max(0, before[last] - (order.separator is not None) - within - len(out)) * width
+    sizes[-1] -= max(0, end - len(out)) * width
     parts = [*map(file.pread, sizes, starts)]
     if [*map(len, parts)] != sizes:
         raise _truncated(block, max(map(sum, zip(starts, sizes, strict=True))))
     tokens = to_int32(np.frombuffer(bytes(order.added * width).join(parts), block.shard.dtype), block.shard.path)
-    out[max(0, place) :][: len(tokens)] = tokens
+    begin = max(0, begin)
+    out[begin : begin + len(tokens)] = tokens
     if order.separator is not None:
-        for end in before[first + 1 : last].tolist():
-            out[end - within - 1] = order.separator
+        for after in before[first + 1 : last].tolist():
+            out[after - within - 1] = order.separator
 
 
 def _truncated(block: DocumentBlock, end: int) -> UserError:
