@@ -152,7 +152,9 @@ class TorchLayout(NamedTuple):
     @property
     def grid(self) -> Mesh:
         """The mesh as FSDP2 sees it: context ranks share parameters as shard ranks do, or with ddp have them all."""
-        return self.mesh.fold_context("replica" if self.strategy == "ddp" else "shard")
+        if self.strategy == "ddp":
+            return self.mesh._replace(replica=self.mesh.replica * self.mesh.context, context=1)
+        return self.mesh._replace(shard=self.mesh.shard * self.mesh.context, context=1)
 
     @property
     def reshards_after_forward(self) -> bool:
@@ -169,10 +171,11 @@ class TorchLayout(NamedTuple):
 
     def parameter(self, name: str) -> Spec:
         """See Layout."""
-        along, rank = (shard_dimension(name), self.tensor_dimension(name)) if self.mesh.tensor > 1 else (0, None)
-        shards = () if self.strategy == "ddp" else SHARD
-        split = [(rank, "tensor"), *((along, axis) for axis in shards)]  # FSDP shards what a tensor rank has
-        axes = [tuple(axis for dim, axis in split if dim == i) for i in range(len(self.table(name)))]
+        axes: list[tuple[str, ...]] = [() for _ in self.table(name)]
+        if (by_tensor := self.tensor_dimension(name)) is not None:
+            axes[by_tensor] += ("tensor",)
+        if self.strategy != "ddp":  # FSDP shards what a tensor rank has
+            axes[shard_dimension(name) if self.mesh.tensor > 1 else 0] += SHARD
         return on_mesh(tuple(axes), self.mesh._asdict())
 
     def gradient(self, name: str) -> Spec:

@@ -40,10 +40,6 @@ class Mesh(NamedTuple):
         """Number of ranks that get rows of a micro-batch of their own; context and tensor ranks share rows."""
         return self.replica * self.shard
 
-    def fold_context(self, axis: str) -> Mesh:
-        """Return the mesh with its context ranks as more ranks of `axis`."""
-        return self._replace(**{axis: getattr(self, axis) * self.context, "context": 1})
-
 
 def resolve_mesh(config: TrainConfig, devices: int, linked: int) -> Mesh:
     """Return the mesh of `config` on `devices` devices. Raises ConfigError if a size does not divide them.

@@ -77,11 +77,12 @@ class LocalShards:
 
     def slice_of(self, name: str, full: Tensor) -> Tensor:
         """Return the slice of an unsharded parameter that this process holds."""
-        dim, rank, along = self.layout.tensor_dimension(name), self._tensor_rank, 0
-        if self.mesh.tensor > 1:
-            full, along = full if dim is None else full.chunk(self.mesh.tensor, dim)[rank], shard_dimension(name)
-        extent = -(-full.shape[along] // self.mesh.shard)  # of all shards but the last, as torch.chunk cuts
-        return full.narrow(along, min(self._shard_rank * extent, full.shape[along]), self.local(name).shape[along])
+        if (by_tensor := self.layout.tensor_dimension(name)) is not None:
+            full = full.chunk(self.mesh.tensor, by_tensor)[self._tensor_rank]
+        by_shard = shard_dimension(name) if self.mesh.tensor > 1 else 0
+        extent = -(-full.shape[by_shard] // self.mesh.shard)  # of all shards but the last, as torch.chunk cuts
+        start = min(self._shard_rank * extent, full.shape[by_shard])
+        return full.narrow(by_shard, start, self.local(name).shape[by_shard])
 
     def offsets(self, name: str, spec: MomentSpec = WEIGHT) -> tuple[int, ...]:
         """Return where this process's shard of a parameter, or of its moment `spec`, begins in the unsharded tensor."""
