@@ -61,10 +61,10 @@ ACCELERATORS = {
     "cuda": Accelerator(
         "CUDA GPU",
         "nccl",
-        {},
-        "grouped",
-        lambda dtype, width: dtype.itemsize == 2 and width <= 256,
-        "repeated",  # the kernel of other dtypes and widths takes no shared keys: all scores would exist
+        compile={},
+        kernel="grouped",
+        has_kernel=lambda dtype, width: dtype.itemsize == 2 and width <= 256,
+        other_kernel="repeated",  # that of other dtypes and widths takes no shared keys: all scores would exist
         skips_masked_blocks=True,
         divides_gradients=True,
         pins_memory=True,

@@ -23,7 +23,8 @@ def open_engine(config: TrainConfig) -> Engine:
     Raises ConfigError with every setting that the engine does not support, before it opens a device.
     """
     name, reason = choose_engine(config)
-    if problems := list(unsupported(config, name, accelerator.device_type(config.device) if name == "torch" else None)):
+    device = accelerator.device_type(config.device) if name == "torch" else None
+    if problems := list(unsupported(config, name, device)):
         raise ConfigError(problems)
     if name == "xla":
         refuse_variables()
@@ -73,9 +74,8 @@ def refuse_variables() -> None:
     if is_cpu and (count := read_processes().world_size) > 1:
         raise UserError(f"--engine=xla trains on CPUs in one process, and there are {count}: use --engine=torch")
     if is_cpu and not (devices.isdecimal() and int(devices)):
-        raise UserError(
-            f"CPU_NUM_DEVICES={devices} in the environment: set it to a number of virtual devices, or unset it"
-        )
+        remedy = "set it to a number of virtual devices, or unset it"
+        raise UserError(f"CPU_NUM_DEVICES={devices} in the environment: {remedy}")
 
 
 def engine_class(config: TrainConfig, name: str) -> Any:

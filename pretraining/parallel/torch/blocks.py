@@ -43,7 +43,8 @@ class TorchBlocks:
             return
         recompute = _recompute_around_attention if self.config.save_attention else _recompute
         for block, is_selected in zip(model.model.layers, model_mask(self.config), strict=True):
-            for path in (paths := self.config.recomputed_modules(block) if is_selected else []):
+            paths = self.config.recomputed_modules(block) if is_selected else []
+            for path in paths:
                 module = block.get_submodule(path)
                 module.forward = partial(checkpoint, module.forward, **RECOMPUTE)
             if is_selected and not paths:
