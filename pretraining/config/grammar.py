@@ -72,7 +72,7 @@ def parse_split(text: str) -> list[float]:
     shares = [float(part) for part in text.replace("/", ",").split(",")] if text.strip() else []
     if shares and (len(shares) > 3 or min(shares) < 0 or not 0 < sum(shares) < float("inf")):
         raise ValueError(f"expected up to three shares, got {text}")
-    return shares and shares + [0.0] * (3 - len(shares))
+    return shares + [0.0] * (3 - len(shares)) if shares else []
 
 
 def parse_selective(text: str) -> int | Fraction:

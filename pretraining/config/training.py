@@ -165,8 +165,7 @@ class TrainConfig(Settings):
         Raises UserError where attention_impl=splash cannot run.
         """
         if self.attention_impl == "splash":
-            remedy = "needs pretraining/extensions/splash, which is not there; use --attention_impl=auto, or chunked"
-            raise UserError(f"--attention_impl=splash: {remedy}")
+            raise _missing_extension("splash", "--attention_impl=splash", "; use --attention_impl=auto, or chunked")
         return AttentionChoice("--attention_impl" if self.attention_impl == "chunked" else "no kernel is there")
 
     def accelerator(self, kind: str) -> Any:
@@ -174,8 +173,7 @@ class TrainConfig(Settings):
 
         Raises UserError if there is none.
         """
-        remedy = "needs pretraining/extensions/accelerators, which is not there; use --device=cpu"
-        raise UserError(f"--device={kind}: {remedy}")
+        raise _missing_extension("accelerators", f"--device={kind}", "; use --device=cpu")
 
     def transformation_on(self, device: Any) -> Callable[[Any], None]:
         """Return what changes a model before the torch engine places it on `device`, a torch.device.
@@ -245,8 +243,7 @@ class TrainConfig(Settings):
         Raises UserError if there is no such extension.
         """
         folder = "manual_precision" if mode == "manual" else mode
-        remedy = f"needs pretraining/extensions/{folder}, which is not there; use mixed_bf16"
-        raise UserError(f"--precision={mode}: {remedy}")
+        raise _missing_extension(folder, f"--precision={mode}", "; use mixed_bf16")
 
     @property
     def has_bf16_weights(self) -> bool:
@@ -306,11 +303,11 @@ class TrainConfig(Settings):
     def start(self, folder: Any) -> Any:
         """Return how a run with checkpoints in `folder` starts, a checkpoint.restoring.Start; None: from initial
         weights. Raises UserError."""
-        remedy = "needs pretraining/extensions/other_weights, which is not there"
         for name, path in self.load_paths.items():
             if path:
-                raise UserError(f"--{name}={path}: {remedy}")
+                raise _missing_extension("other_weights", f"--{name}={path}")
         if not self.saves_frozen:
+            remedy = "needs pretraining/extensions/other_weights, which is not there"
             raise UserError(f"a checkpoint without the frozen weights {remedy}")
         return None
 
@@ -334,7 +331,7 @@ class TrainConfig(Settings):
         """Return the splits that the run evaluates, "valid" and "test". Raises UserError if no extension does so."""
         name = "val_interval" if self.val_interval else "test_steps"
         if value := getattr(self, name):
-            raise UserError(f"--{name}={value}: needs pretraining/extensions/held_out, which is not there")
+            raise _missing_extension("held_out", f"--{name}={value}")
         return []
 
     def text_bytes(self, special: Collection[int]) -> Any:
@@ -393,6 +390,11 @@ class TrainConfig(Settings):
             longest = self.max_position_embeddings or (shape.max_position_embeddings if shape else 4096)
             derived["seq_length"] = min(longest, 4096) if isinstance(longest, int) and longest > 0 else 4096
         vars(self).update(derived)
+
+
+def _missing_extension(folder: str, flag: str, remedy: str = "") -> UserError:
+    """Return the error that the extension `folder`, which `flag` needs, is not there."""
+    return UserError(f"{flag}: needs pretraining/extensions/{folder}, which is not there{remedy}")
 
 
 SETTINGS = settings_of(TrainConfig)
