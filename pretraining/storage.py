@@ -486,9 +486,8 @@ class FolderLock:
         except (BlockingIOError, PermissionError) as error:  # EAGAIN or EACCES, as POSIX leaves open
             holder = os.pread(self._opened, 256, 0).decode(errors="replace").strip() or "another process"
             os.close(self._opened)
-            raise UserError(
-                f"{folder}: used by {holder}, which is still running; stop it, or set another --{setting}"
-            ) from error
+            remedy = f"stop it, or set another --{setting}"
+            raise UserError(f"{folder}: used by {holder}, which is still running; {remedy}") from error
         os.ftruncate(self._opened, 0)
         os.pwrite(self._opened, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 

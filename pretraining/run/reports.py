@@ -54,7 +54,9 @@ class Reports:
         record = self._record(step, figures, rate, batch)
         for watcher in run.watchers:
             record |= watcher.figures(record)
-        record |= self._timing()
+        waited = run.account.seconds()["data_wait"]
+        record |= {"data_wait_seconds": waited - self._waited, "account": run.account.take()}
+        self._waited = waited
         tokens_left = run.tokens_seen(run.config.num_steps) - record["tokens_seen"]
         tokens = record["tokens_per_second"] * record["step_time"]
         steps_left = math.inf if begins_rows(run, step) else tokens_left / tokens
@@ -82,12 +84,6 @@ class Reports:
             "compilations": engine.compilations(),
             "data_hash": data_hash(batch, engine),
         }
-
-    def _timing(self) -> dict[str, Any]:
-        """Return the account of the time since the last record, and the seconds for data since the last report."""
-        account, before = self._run.account, self._waited
-        self._waited = account.seconds()["data_wait"]
-        return {"data_wait_seconds": self._waited - before, "account": account.take()}
 
 
 def begins_rows(run: TrainingRun, step: int) -> bool:

@@ -54,16 +54,16 @@ def open_streams(
     The configuration is the engine's, with num_steps lowered to the steps that num_epochs allows. datasets: those of
     `check_inputs`, which are not opened again.
     """
-    config, state = engine.config, checkpoint.data if checkpoint else None
+    config = engine.config
+    step, state = (checkpoint.step, checkpoint.data) if checkpoint else (0, None)
 
     def opened(split: str, state: dict[str, Any] | None = None) -> Stream:
         ranks = (engine.data_rank, engine.data_size)
         return open_stream(config, *ranks, split, state, own.get(split), datasets.get(split))
 
     train = opened("train", state)
-    last_step = None if train.steps is None else (checkpoint.step if checkpoint else 0) + train.steps
-    if last_step is not None and last_step < config.num_steps:
-        config = replace(config, num_steps=last_step)
+    if train.steps is not None and step + train.steps < config.num_steps:
+        config = replace(config, num_steps=step + train.steps)
         train = opened("train", state)
     return config, {"train": train, **{split: opened(split) for split in config.held_out_splits()}}
 
@@ -87,10 +87,9 @@ def stream_after(
     ranks, datasets = (engine.data_rank, engine.data_size), stream.facts.get("opened")
     stream = open_stream(config, *ranks, state=state, own=own.get("train"), datasets=datasets)
     if stream.steps is not None and step + stream.steps < config.num_steps:
-        raise UserError(
-            f"the newest checkpoint is damaged, and from step {step} on num_epochs={config.num_epochs} allows "
-            f"{stream.steps} steps instead of {config.num_steps - step}; run the same command again"
-        )
+        allowed = f"num_epochs={config.num_epochs} allows {stream.steps} steps instead of {config.num_steps - step}"
+        remedy = "run the same command again"
+        raise UserError(f"the newest checkpoint is damaged, and from step {step} on {allowed}; {remedy}")
     return stream
 
 
