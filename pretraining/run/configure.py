@@ -42,7 +42,8 @@ def configure(
     flags = changed_settings(settings) if isinstance(settings, TrainConfig) else settings
     origin = "TrainConfig" if isinstance(settings, TrainConfig) else "command line"
     configuration = configuration_of(tuple(extensions))
-    checks = [*checks_of(extensions, own_data), *start_checks_of(extensions, own_data) * report]
+    start_checks = start_checks_of(extensions, own_data) if report else []
+    checks = [*checks_of(extensions, own_data), *start_checks]
     inputs = FileFlags(dict(flags), {}, [])
     for resolve in (extension.resolve for extension in extensions if extension.resolve):
         more = resolve(inputs.values, configuration, checks, report)
@@ -63,19 +64,32 @@ def checks_of(extensions: Sequence[Extension], own_data: bool = False) -> tuple[
 
 def start_checks_of(extensions: Sequence[Extension], own_data: bool = False) -> list[Check]:
     """Return the rules about files and folders of a run that starts."""
-    tables = [(extension.inputs, () if own_data else extension.stored_data) for extension in extensions]
-    return [partial(check_input, check=check) for table in tables for checks in table for check in checks]
+    checks: list[Callable[[TrainConfig], None]] = []
+    for extension in extensions:
+        checks += extension.inputs if own_data else (*extension.inputs, *extension.stored_data)
+    return [partial(check_input, check=check) for check in checks]
 
 
 def check_input(config: TrainConfig, check: Callable[[TrainConfig], None]) -> Iterator[Problem]:
-    """`check` raises no UserError. One that asks to try again ends the start; a ConfigError has several problems."""
+    """`check` raises no UserError. One that asks to try again ends the start."""
     try:
         if config.reads_data:
             check(config)
     except UserError as error:
         if error.code != USER_MISTAKE:
             raise
-        yield from getattr(error, "problems", [Problem(*str(error).replace(":\n", ": ", 1).partition(": ")[::2])])
+        yield from problems_of(error)
+
+
+def problems_of(error: UserError) -> list[Problem]:
+    """Return the mistakes that an error reports: those of a ConfigError, or one, whose text before ": " is the subject.
+
+    The subject of a text of several lines may be a line of its own.
+    """
+    if isinstance(error, ConfigError):
+        return error.problems
+    subject, _, remedy = str(error).replace(":\n", ": ", 1).partition(": ")
+    return [Problem(subject, remedy)]
 
 
 def report_of(extensions: Sequence[Extension]) -> Callable[[UserError], None]:
@@ -92,8 +106,10 @@ def compare_processes(config: TrainConfig, datasets: Mapping[str, Any], extensio
 
 def do_instead(config: TrainConfig, extensions: Sequence[Extension]) -> int | None:
     """Do what the configuration asks for instead of training, and return the exit code; None: it asks for training."""
-    codes = (extension.instead(config) for extension in extensions if extension.instead)
-    return next((code for code in codes if code is not None), None)
+    for extension in extensions:
+        if extension.instead and (code := extension.instead(config)) is not None:
+            return code
+    return None
 
 
 def changed_settings(config: TrainConfig) -> dict[str, object]:
