@@ -122,8 +122,9 @@ class Checkpoints:
         step = facts.step
         if not self._config.checkpoint_interval or step == self.newest:
             return
-        began, place = time.perf_counter(), None if asked or self._config.saves_at(step) else self._place(step)
-        self._saved_to, plan = place, place.plan_save if place else partial(PendingSave, self.folder)
+        began = time.perf_counter()
+        self._saved_to = place = None if asked or self._config.saves_at(step) else self._place(step)
+        plan = place.plan_save if place else partial(PendingSave, self.folder)
         dtype, workers = DTYPES_ON_DISK[self._config.checkpoint_dtype], self._config.ckpt_io_workers
         try:
             facts = replace(facts, base=self._base)
@@ -160,7 +161,8 @@ class Checkpoints:
             self._failed(error)
 
     def _failed(self, error: OSError) -> None:
-        self._failures += not self._saved_to  # another place is one more: the run goes on without it
+        if not self._saved_to:  # another place is one more: the run goes on without it
+            self._failures += 1
         self._peers.say(f"saving to {self._saved_to or self.folder} failed: {error}; earlier checkpoints are untouched")
         if not self._saved_to and self._failures >= self._config.ckpt_max_failures:
             raise SaveFailedError(f"{self._failures} saves in a row failed, the last one with: {error}") from error
