@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -19,6 +20,7 @@ import torch
 from main_training import CONFIGURATION, configure, train
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.extensions.preflight import EXTENSION, defaults
+from pretraining.extensions.preflight.file_system import check_file_system
 from tests.parallel.launch import ROOT, environment
 from tests.ports import free_port
 from tests.processes import call
@@ -67,6 +69,15 @@ def test_a_file_system_that_cannot_do_what_a_run_does_is_refused(tmp_path: Path,
     assert not list(folder.iterdir())
     full = f"{fault.rpartition(':')[0]}:{errno.ENOSPC}"  # a start may make room
     assert check(*flags, folder=tmp_path, LD_PRELOAD=str(shim), FAULT=f"{full}:{folder}").returncode == 0
+
+
+def test_what_a_check_left_that_was_killed_is_removed(tmp_path: Path) -> None:
+    left, new = tmp_path / ".probe-left", tmp_path / ".probe-new"
+    for folder in (left, new):  # the new one is of another run that starts now
+        (folder / "step_0.partial").mkdir(parents=True)
+    os.utime(left, (0, 0))
+    check_file_system("--log_dir", tmp_path)
+    assert list(tmp_path.iterdir()) == [new]
 
 
 def test_a_default_that_was_edited_to_something_else_is_named_with_its_line(tmp_path: Path) -> None:

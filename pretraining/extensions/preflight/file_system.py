@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import shutil
+import time
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -10,13 +13,20 @@ from pretraining.config.errors import UserError
 from pretraining.storage import DISK, PARTIAL, FolderLock
 
 IS_FULL = (errno.ENOSPC, errno.EDQUOT)  # a start removes what an interrupted save has left, and may make room
+PROBE = ".probe-"  # what the names of the folders that are tried begin with
+LONGEST = 3600  # s after which such a folder was left by a start that was killed
 
 
 def check_file_system(subject: str, folder: Path) -> None:
     """Raise UserError if a run could not save to `folder`, which exists, or write its metrics there."""
-    action = "make a folder"
+    action = "list files"
     try:
-        with TemporaryDirectory(prefix=".probe-", dir=folder) as name:
+        for left in folder.glob(f"{PROBE}*"):
+            with suppress(OSError):  # another start removes it
+                if left.stat().st_mtime < time.time() - LONGEST:
+                    shutil.rmtree(left)
+        action = "make a folder"
+        with TemporaryDirectory(prefix=PROBE, dir=folder) as name:
             final = Path(name, "step_0")
             partial = final.with_name(final.name + PARTIAL)
             DISK.make_folder(partial)
