@@ -86,6 +86,7 @@ def documented_rows(shards: list[list[list[int]]], config: TrainConfig, epochs: 
     return [stream[config.seq_length * number :][: config.seq_length] for number in order]
 
 
+@pytest.mark.slow
 @tries(max_examples=25)
 @given(SHARDS, st.integers(1, 60), st.sampled_from([1, 3, 8, 1024]))
 def test_the_rows_are_those_that_the_documents_describe(shards: list[list[int]], seq_length: int, lanes: int) -> None:
