@@ -156,10 +156,9 @@ class Restoring:
     def names_to_continue(self, checkpoint: Checkpoint, *, weights_only: bool) -> list[str]:
         """Return the tensors that the checkpoint must contain."""
         names = [name for name in self.state if is_weight(name) or not weights_only]
-        if not self.config.saves_frozen:
-            return [name for name in names if name in checkpoint.manifest.tensors]
+        saved, has_all = checkpoint.manifest.tensors, self.config.saves_frozen
         # A run that was trained in another precision so far has no loss scale: it starts with the first one.
-        return [name for name in names if name not in OPTIONAL or name in checkpoint.manifest.tensors]
+        return [name for name in names if name in saved or (has_all and name not in OPTIONAL)]
 
     def lacks_moments(self, checkpoint: Checkpoint) -> bool:
         """Return whether a checkpoint has weights alone, and print it."""

@@ -85,7 +85,7 @@ def open_stream(
         batches=_batches(config, split, rank_slice, first_state),
         total=total,
         counted=counted,
-        text_bytes=None if split == "train" else config.text_bytes([id for id in special[:-1] if isinstance(id, int)]),
+        text_bytes=None if split == "train" else config.text_bytes([id for id in special if isinstance(id, int)]),
     )
 
 

@@ -50,6 +50,8 @@ class OptimizerStep(ABC):
         self.counters = torch.zeros(len(COUNTERS), device=device)
         self.loss_scale = config.loss_scale_on(device)
         self.recent = config.recent_figures_on(device)
+        parts = {LOSS_SCALE: self.loss_scale, RECENT_FIGURES: self.recent}
+        self.parts = {name: part for name, part in parts.items() if part}  # what only some runs have, by its name
         optimizer.updates = torch.zeros((), device=device)
         self.groups = [[parameter] for parameter in optimizer.parameters]  # what `compute_updates` takes at once
         # The model runs on the rounded copies; the optimizer state keeps the fp32 parameters.
@@ -104,15 +106,15 @@ class OptimizerStep(ABC):
         self.update(gradients, clip, rate, is_accepted)
         self.round_copies()
         self.totals.zero_()
-        scale = (self.loss_scale.scale,) if self.loss_scale else ()
-        outliers = (self.recent.outliers,) if self.recent else ()
-        return torch.stack((gradients.loss, gradients.norm, *self.counters.unbind(), *scale, *outliers))
+        return torch.stack((gradients.loss, gradients.norm, *self.counters.unbind(), *self._part_figures().values()))
 
     @property
     def figures(self) -> tuple[str, ...]:
         """The names of what `apply` returns; see engine.StepResult."""
-        scale = ("loss_scale",) if self.loss_scale else ()
-        return ("loss", "grad_norm", *COUNTERS, *scale, *(("outliers",) if self.recent else ()))
+        return ("loss", "grad_norm", *COUNTERS, *self._part_figures())
+
+    def _part_figures(self) -> dict[str, Tensor]:
+        return {name: figure for part in self.parts.values() for name, figure in part.figures().items()}
 
     def update(self, gradients: Gradients, clip: Tensor | None, rate: Tensor | float, is_accepted: Tensor) -> None:
         """Apply the update rule to each group of parameters in turn."""
@@ -172,12 +174,12 @@ class OptimizerStep(ABC):
 
     def small_tensors(self) -> dict[str, Tensor]:
         """Return the rest of the state, alike on all devices, by its name in a checkpoint."""
-        tensors = {"optimizer.step": self.optimizer.updates}
-        if self.loss_scale:
-            tensors[LOSS_SCALE] = self.loss_scale.state
-        if self.recent:
-            tensors[RECENT_FIGURES] = self.recent.state
-        return tensors
+        return {"optimizer.step": self.optimizer.updates, **{name: part.state for name, part in self.parts.items()}}
+
+    def part_tensors(self) -> list[Tensor]:
+        """Return the tensors of what only some runs have."""
+        every = [value for part in self.parts.values() for value in vars(part).values()]
+        return [value for value in every if isinstance(value, Tensor)]
 
     def bytes_per_device(self, model: nn.Module, device_bytes: Callable[[Tensor], int]) -> dict[str, int]:
         """See engine.Engine; `device_bytes` measures the local shard of one tensor."""

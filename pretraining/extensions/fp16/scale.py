@@ -27,6 +27,10 @@ class LossScale:
         """The current scale, a scalar."""
         return self.state[0]
 
+    def figures(self) -> dict[str, Tensor]:
+        """Return what a step reports, by name."""
+        return {"loss_scale": self.scale}
+
     def can_back_off(self, loss: Tensor) -> Tensor:
         """Return whether gradients may be non-finite because of the scale, and the scale can still be lowered."""
         can_halve = torch.isfinite(loss) & (self.scale > self.minimum)

@@ -30,13 +30,13 @@ class ProgramStep(TorchStep):
 
     def changing(self) -> list[Tensor]:
         """Return the tensors that a step reads, all that it may change among them."""
-        parameters, parts = self.optimizer.parameters, (part for part in (self.loss_scale, self.recent) if part)
+        parameters = self.optimizer.parameters
         return [
             *self.model_weights().values(),
             *(parameter.weight for parameter in parameters if self.rounded_copies),
             *(moment for parameter in parameters for moment in parameter.moments.values()),
             *(self.optimizer.updates, self.totals, self.counters),
-            *(tensor for part in parts for tensor in vars(part).values() if isinstance(tensor, Tensor)),
+            *self.part_tensors(),
         ]
 
     def model_weights(self) -> dict[str, Tensor]:

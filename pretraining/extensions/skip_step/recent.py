@@ -19,6 +19,10 @@ class RecentFigures:
         self.state = torch.full((2, RECENT), torch.nan, device=device)  # oldest first; nan: none yet, or not finite
         self.outliers = torch.zeros((), device=device)  # in this process
 
+    def figures(self) -> dict[str, Tensor]:
+        """Return what a step reports, by name."""
+        return {"outliers": self.outliers}
+
     def are_ordinary(self, loss: Tensor, norm: Tensor) -> Tensor:
         """Return whether neither is an outlier, and remember both."""
         figures = torch.stack((loss.detach(), norm))  # [2]

@@ -120,9 +120,7 @@ class XlaStep(OptimizerStep):
                 yield self._sums[parameter.name], self.layout.stacked(parameter.name, self.layout.gradient)
             for moment in parameter.moments.values():
                 yield moment, self.moment_spec(parameter, moment)
-        recent = (self.recent.state, self.recent.outliers) if self.recent else ()
-        scale = (self.loss_scale.state,) if self.loss_scale else ()
-        for small in (self.optimizer.updates, self.totals, self.counters, *scale, *recent):
+        for small in (self.optimizer.updates, self.totals, self.counters, *self.part_tensors()):
             yield small, (None,) * small.dim()
 
 
