@@ -73,12 +73,13 @@ def train_steps(run: TrainingRun, extensions: Sequence[Extension]) -> int:
 
 def _run_steps(run: TrainingRun, batches: Prefetcher, reports: Reports) -> int:
     config, interrupt, skipped = run.config, run.interrupt, 0
+    result: StepResult | None = None
     reports.watch.restart(run.start_step)
     for step in range(run.start_step + 1, config.num_steps + 1):
         is_first = begins_rows(run, step)
         compiles = is_first or _changes_size(run, step)
-        if number := _left_before(run, compiles):
-            return 128 + number
+        if code := _left_before(run, compiles, result, skipped):
+            return code
         run.watchdog.expect(first=compiles)
         run.account.begin("compile" if is_first else "train")
         with reports.watch.paused():
@@ -113,7 +114,6 @@ def _run_steps(run: TrainingRun, batches: Prefetcher, reports: Reports) -> int:
             if is_saved:
                 if not is_reported:
                     run.write_account()  # so that every second belongs to steps before or after the checkpoint
-                run.watchdog.rest()
                 interrupt.clock.saved(_save(run, step, asked=any(agreed)))
         if agreed.signal:
             return 128 + agreed.signal
@@ -147,13 +147,18 @@ def _prepare_first_step(run: TrainingRun) -> int:
     return 0
 
 
-def _left_before(run: TrainingRun, compiles: bool) -> int:
-    """Return the signal after which a step that compiles is not begun, and the steps before it are saved; or 0."""
+def _left_before(run: TrainingRun, compiles: bool, last: StepResult | None, known: int) -> int:
+    """Return the exit code after a signal, because of which a step that compiles is not begun; 0: none came.
+
+    The steps before it are saved. last: the result of the last one, if this process made any. known: see _may_continue.
+    """
     run.interrupt.is_compiling = compiles
     number = run.interrupt.agreed_now() if compiles else 0
-    if number and run.step > run.start_step:
+    if number and last:
+        if not _may_continue(run, last.read(), run.step, known):
+            return STOPPED_ITSELF
         _save(run, run.step, asked=True)
-    return number
+    return 128 + number if number else 0
 
 
 def _first_step(run: TrainingRun, step: int, batch: Batch, rate: float) -> StepResult:
@@ -205,6 +210,7 @@ def _may_continue(run: TrainingRun, figures: dict[str, float], step: int, known:
 def _save(run: TrainingRun, step: int, asked: bool = False) -> float:
     """Save the state after `step` updates, and return the seconds that it took."""
     began = time.perf_counter()
+    run.watchdog.rest()
     if run.config.checkpoint_interval:
         with run.account.spending("save"), run.heartbeat("saving"):
             run.checkpoints.save(run.trainee.state(), run.facts(step), asked=asked)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from main_training import train
+from main_training import EXTENSIONS, train
+from pretraining.config.extension import Extension, Watcher
+from tests.waiting import wait_until
 
 DIVERGING: dict[str, Any] = {
     "model_variant": "custom",
@@ -55,3 +59,27 @@ def test_a_run_stops_once_more_updates_are_refused_than_allowed(
     skipped, step, subject = (1, 2, "1 update") if limit == 0 else (5, 6, "5 updates")
     assert f"{subject} skipped up to step {step}, the first" in printed
     assert [record["refused"] for record in result.records if "refused" in record] == [skipped] * (code == 3)
+
+
+class Stop(Watcher):
+    """A run's process gets a signal after step 3, before the larger batch of step 4 is compiled."""
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+
+    def after_step(self, step: int) -> None:
+        """See Watcher."""
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_until(lambda: self.run.interrupt.agreed_now() > 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("limit", "code"), [(0, 3), (6, 143)])
+def test_after_a_signal_before_a_compilation_no_step_is_saved_that_the_run_would_not_continue(
+    limit: int, code: int, tmp_path: Path
+) -> None:
+    more = {"max_skipped_steps": limit, "report_interval": 6, "checkpoint_interval": 6, "log_dir": str(tmp_path)}
+    ramp = {"global_batch_size": 2, "rampup_batch_size": "1,1,3"}
+    assert train({**DIVERGING, **more, **ramp}, extensions=(*EXTENSIONS, Extension(watch=Stop))).code == code
+    assert (tmp_path / "checkpoints" / "step_3").exists() == (code == 143)
