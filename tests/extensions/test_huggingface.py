@@ -344,6 +344,12 @@ def test_the_exported_tokenizer_begins_texts_as_evaluation_does(
         assert config["bos_token_id"] == ours.document_start == bos_token
         is_added = kind != "begins" and bos_token < 290
         assert written.get("add_bos_token", False) == is_added  # llama.cpp's converter reads it
+    remarks = [note.remedy for note in model_flags({"ckpt_load_path": exported}).notes]
+    assert remarks == [
+        f"its tokenizer begins texts with id {id}: --bos_token={id} puts it before documents, unless the data have it"
+        for id in ours.beginning or filter(None, [ours.start])
+    ]
+    assert not model_flags({"ckpt_load_path": exported, "bos_token": 2}).notes
     file = exported / "tokenizer.json"  # whose post-processor transformers 5 replaces by add_bos_token
     alone = tokenizers.Tokenizer.from_file(str(file))
     assert [alone.encode(text).ids for text in texts] == [ours.encode_prompt(text) for text in texts]

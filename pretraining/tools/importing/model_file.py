@@ -5,7 +5,9 @@ The extension of their format reads the file; without it, a folder at --ckpt_loa
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,6 +46,9 @@ def model_flags(flags: Mapping[str, object]) -> ModelFlags:
     problems += [Problem(f"{path}: {key}={value}", FORMAT.no_such_key(key)) for key, value in misspelled.items()]
     others = ", ".join(key for key in model.unknown if key not in misspelled)
     notes = [Problem(str(path), f"not read, as in transformers: {others}")] if others else []
+    if "bos_token" not in flags and flags.get("ckpt_load_path") and (token := first_token(path.parent)) is not None:
+        remedy = f"--bos_token={token} puts it before documents, unless the data have it"
+        notes.append(Problem(str(path.parent), f"its tokenizer begins texts with id {token}: {remedy}"))
     variant = flags.get("model_variant")
     shape = VARIANTS.get(str(variant))
     for field in [field for field in model.origins if hasattr(shape, field) and field not in flags]:
@@ -59,6 +64,17 @@ def find_config_json(flags: Mapping[str, object]) -> Path | None:
         return Path(named, CONFIG) if Path(named).is_dir() else Path(named)
     path = Path(str(flags.get("ckpt_load_path") or ""), CONFIG)
     return path if flags.get("ckpt_load_path") and path.is_file() and is_description(read_mapping(path)) else None
+
+
+def first_token(folder: Path) -> int | None:
+    """Return the id that the tokenizer.json in a folder puts before every text; None if it puts none there."""
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # a file that this run does not need
+        processor = json.loads((folder / "tokenizer.json").read_bytes())["post_processor"]
+        for part in processor.get("processors", [processor]):
+            first: dict[str, Any] = next(iter(part.get("single", [])), {})
+            if "SpecialToken" in first:
+                return int(part["special_tokens"][first["SpecialToken"]["id"]]["ids"][0])
+    return None
 
 
 def is_description(config: Mapping[str, Any]) -> bool:
