@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import filecmp
 import os
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,9 +56,12 @@ def decode(batches: Iterable[pa.RecordBatch], dtype: str, path: str, decoded: st
                     tokens = _mark(tokens, batch, lengths[-1], path)
                     trained = (trained or 0) + int(np.count_nonzero(tokens >= 0))
                 tokens.tofile(file)
-        # All processes of a run decode, and one may read its copy already: the first one stays
-        with suppress(FileExistsError):
+        # All processes of a run decode, and one may read its copy already: the first one stays, unless it is damaged
+        try:
             os.link(temporary, decoded)
+        except FileExistsError:
+            if not filecmp.cmp(temporary, decoded, shallow=False):
+                temporary.replace(decoded)
     finally:
         temporary.unlink(missing_ok=True)
     joined = np.concatenate(lengths)
