@@ -16,7 +16,8 @@ class SkipStepConfig(TrainConfig):
     # ---- Optimizer and schedule
     skip_step_deviations: Annotated[float, AtLeast(0), Resume.NOTE] = 0.0
     """Skip an update whose loss or gradient norm is more than this many standard deviations above the mean of the last
-    128 steps; from the 65th step on. Decided on the device; the batch is not repeated. 0: never. OLMo-core uses 6."""
+    128 steps; from the 65th step on. Decided on the device; the batch is not repeated. A resumed run goes on with
+    the figures of the last steps, and counts what it skips from 0. 0: never. OLMo-core uses 6."""
 
     def recent_figures_on(self, device: Any) -> Any:
         """See TrainConfig."""

@@ -34,7 +34,8 @@ class TrackersConfig(TrainConfig):
     """Folder of the TensorBoard events. Empty: <log_dir>/tensorboard."""
     tracker: Annotated[Literal["", "wandb", "aim"], Resume.FREE] = ""
     """"wandb": send every report to Weights & Biases too; "aim": to a repository of Aim. Either needs the package of
-    that name. Empty: none. Elsewhere: report_to, use_wandb, wandb_log."""
+    that name. After kill -9, an offline run of Weights & Biases may lack the records of the last 15 s, which
+    metrics.jsonl has. Empty: none. Elsewhere: report_to, use_wandb, wandb_log."""
     tracker_dir: Annotated[str, Resume.FREE, PER_HOST] = ""
     """Folder of the tracker's own files, for Aim of its repository. Empty: log_dir."""
     tracker_project_name: Annotated[str, NAME, Resume.FREE] = "llama"
