@@ -87,6 +87,12 @@ def test_flags_are_read_as_people_write_them(line: str, fields: dict[str, Any]) 
     assert read == fields and [*map(type, read.values())] == [*map(type, fields.values())]
 
 
+def test_the_rank_that_torch_distributed_launch_passes_is_that_of_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert read(["--local-rank=1", "--local_rank=1", "--seed=3"], CONFIGURATION) == ({"seed": "3"}, [], [])
+    assert read(["--local_rank=0"], CONFIGURATION).problems
+
+
 @needs("trackers")
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\0")).filter(lambda text: not path_fault(text, True)))
 def test_any_text_that_is_no_wrong_path_reaches_the_field_unchanged(text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,10 +68,12 @@ class FileConfig(TrainConfig):
 
     @classmethod
     def rewrite(cls, words: Sequence[str]) -> Sequence[str]:
-        """See TrainConfig: keys of import_config with dots, fms-fsdp's spellings of what is so here anyway, and
-        Megatron's names of recomputation, which is called a checkpoint here."""
+        """See TrainConfig: keys of import_config with dots, fms-fsdp's spellings of what is so here anyway, the rank
+        that torch.distributed.launch passes besides the variable, and Megatron's names of recomputation, which is
+        called a checkpoint here."""
         overrides = [word for word in words if _OVERRIDE.match(word)]
-        others = [_FMS.get(word, word) for word in super().rewrite(words) if word not in overrides]
+        ranks = [f"--local{dash}rank={os.environ['LOCAL_RANK']}" for dash in "-_" if "LOCAL_RANK" in os.environ]
+        others = [_FMS.get(word, word) for word in super().rewrite(words) if word not in [*overrides, *ranks]]
         others = [_RECOMPUTE.sub("--checkpoint_", word) for word in others]
         keys = "\n".join(word.lstrip("-+") for word in overrides)
         return [*filter(None, others), *([f"--import_overrides={keys}"] if keys else [])]
