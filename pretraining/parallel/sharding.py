@@ -8,7 +8,7 @@ dimension that is not sharded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -93,8 +93,8 @@ NORM_ACTIVATIONS: Activations = (("model.norm", "output", STREAM),)
 
 def spec_of(name: str, *, repeated_heads: bool = False, tensor_ranks: int = 2) -> Spec:
     """Return the sharding of `name` (a Hugging Face parameter name, with or without the layer index)."""
-    exceptions = (*(REPEATED_HEADS if repeated_heads else ()), *(WITHOUT_TENSOR_RANKS if tensor_ranks == 1 else ()))
-    for row in (*exceptions, *LLAMA_SHARDING):
+    exceptions = (REPEATED_HEADS if repeated_heads else ()) + (WITHOUT_TENSOR_RANKS if tensor_ranks == 1 else ())
+    for row in exceptions + LLAMA_SHARDING:
         if fnmatchcase(name, row.pattern):
             return row.spec
     raise KeyError(f"no row of the sharding table matches {name}")
@@ -102,12 +102,12 @@ def spec_of(name: str, *, repeated_heads: bool = False, tensor_ranks: int = 2) -
 
 def replicated_along_shard(spec: Spec) -> Spec:
     """Return `spec` of a tensor that its strategy does not shard along `shard` and `context`."""
-    return tuple(_without(axis, SHARD) for axis in spec)
+    return _without(spec, SHARD)
 
 
 def on_mesh(spec: Spec, mesh: Mapping[str, int]) -> Spec:
     """Return `spec` without the axes that have a single rank in `mesh` (axis -> ranks)."""
-    return tuple(_without(axis, [name for name, ranks in mesh.items() if ranks == 1]) for axis in spec)
+    return _without(spec, [name for name, ranks in mesh.items() if ranks == 1])
 
 
 def without_single(spec: Spec, shape: Iterable[int]) -> Spec:
@@ -115,9 +115,9 @@ def without_single(spec: Spec, shape: Iterable[int]) -> Spec:
     return tuple(axis if extent > 1 else None for axis, extent in zip(spec, shape, strict=True))
 
 
-def _without(axis: Axis, dropped: tuple[str, ...] | list[str]) -> Axis:
-    remaining = tuple(name for name in axes_of(axis) if name not in dropped)
-    return remaining if len(remaining) > 1 else remaining[0] if remaining else None
+def _without(spec: Spec, dropped: Collection[str]) -> Spec:
+    remaining = [tuple(name for name in axes_of(axis) if name not in dropped) for axis in spec]
+    return tuple(axes if len(axes) > 1 else next(iter(axes), None) for axes in remaining)
 
 
 def axes_of(axis: Axis) -> tuple[str, ...]:
