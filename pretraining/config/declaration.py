@@ -211,9 +211,10 @@ def settings_of(configuration: type) -> dict[str, Setting]:
 def _setting(configuration: type, field: Field[Any], hint: Any) -> Setting:
     """Read one annotation: `T`, `T | None`, `Literal[...]`, or `Annotated` of one of them with its markers."""
     markers = getattr(hint, "__metadata__", ())
+    by_kind: dict[type, Any] = {type(marker): marker for marker in markers}
     constraint = next((marker for marker in markers if isinstance(marker, Constraint)), None)
-    if table := next((marker.table for marker in markers if isinstance(marker, KeyOf)), None):
-        constraint = OneOf(getattr(configuration, table)())
+    if key := by_kind.get(KeyOf):
+        constraint = OneOf(getattr(configuration, key.table)())
     hint = hint.__origin__ if markers else hint
     if get_origin(hint) is Literal:
         hint, constraint = str, OneOf(get_args(hint))
@@ -225,7 +226,7 @@ def _setting(configuration: type, field: Field[Any], hint: Any) -> Setting:
         optional=NoneType in kinds,
         default=field.default,
         constraint=constraint,
-        needs=next((marker for marker in markers if isinstance(marker, Needs)), None),
-        resume=next((marker for marker in markers if isinstance(marker, Resume)), Resume.NOTE),
+        needs=by_kind.get(Needs),
+        resume=by_kind.get(Resume, Resume.NOTE),
         traits=frozenset(marker for marker in markers if isinstance(marker, Trait)),
     )
