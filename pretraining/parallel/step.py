@@ -178,8 +178,7 @@ class OptimizerStep(ABC):
 
     def part_tensors(self) -> list[Tensor]:
         """Return the tensors of what only some runs have."""
-        every = [value for part in self.parts.values() for value in vars(part).values()]
-        return [value for value in every if isinstance(value, Tensor)]
+        return [value for part in self.parts.values() for value in vars(part).values() if isinstance(value, Tensor)]
 
     def bytes_per_device(self, model: nn.Module, device_bytes: Callable[[Tensor], int]) -> dict[str, int]:
         """See engine.Engine; `device_bytes` measures the local shard of one tensor."""
