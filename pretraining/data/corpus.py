@@ -317,8 +317,7 @@ class Corpus:
             before += shard.documents
             if low == high:
                 continue
-            edges = np.unique(np.concatenate([np.arange(low // count * count, high, count), [low, high]]))
-            edges = edges[edges >= low]
+            edges = np.array([low, *range((low // count + 1) * count, high, count), high])
             tokens = np.diff(self._tokens_before(shard, edges))
             parts.append(np.stack([np.full(len(tokens), number), edges[:-1], edges[1:], tokens], axis=1))
         blocks = np.concatenate(parts)

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from glob import escape
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -121,8 +121,13 @@ def open_index(file: TokenShard, folder: Path) -> ShardIndex:
 
 def sidecar_path(file: TokenShard, folder: Path) -> Path:
     """Return the sidecar of a shard; the folder of the shard is part of its name."""
-    parts = (str(location(file.path).resolve()), file.format, file.column, *map(str, file.strip))
-    return folder / f"{location(file.path).stem[:40]}-{short_hash(*parts)}.idx"
+    return folder / f"{_unique_name(file.path, file.format, file.column, *map(str, file.strip))}.idx"
+
+
+def _unique_name(path: str, *parts: str) -> str:
+    """Return a name that only this file has, under whatever path, and parts that tell its uses apart."""
+    real = str(location(path)) if is_remote(path) else os.path.realpath(path)
+    return f"{PurePath(path).stem[:40]}-{short_hash(real, *parts)}"
 
 
 def user_files(path: str) -> list[Location]:
@@ -133,7 +138,7 @@ def user_files(path: str) -> list[Location]:
 
 def hash_record(file: Location, folder: Path) -> Path:
     """Return the file that has the sha256 of a file of a shard, from its first verification on."""
-    return folder / f"{file.stem[:40]}-{short_hash(str(file.resolve()))}.sha256"
+    return folder / f"{_unique_name(str(file))}.sha256"
 
 
 def _check_verified(path: str, folder: Path) -> None:
@@ -154,9 +159,8 @@ def _fingerprint(path: str, tokens: str, content: str = "") -> str:
 
 def _file_fingerprint(path: str) -> str:
     """Return a hash of a file's size and of its beginning, middle and end: cheap, and different for another file."""
-    size = stamp_of(path).size
     with opened(path) as file:
-        count = min(_SAMPLE, size)
+        count = min(_SAMPLE, size := file.size)
         samples = [file.read_at(at, count) for at in (0, (size - count) // 2, size - count)]
     return short_hash(str(size), *samples)
 
@@ -195,10 +199,7 @@ def _read_header(sidecar: Path) -> ShardIndex | None:
 
 
 def _from_header(header: dict[str, Any], sidecar: Path) -> ShardIndex:
-    arrays = {
-        name: DiskArray(path or str(sidecar), offset, np.dtype(dtype).str, length)
-        for name, (path, offset, dtype, length) in header["arrays"].items()
-    }
+    arrays = {name: DiskArray(path or str(sidecar), *place) for name, (path, *place) in header["arrays"].items()}
     if {array.dtype for array in arrays.values()} - {"<i4", "<i8"}:
         raise ValueError(f"{sidecar}: is damaged")
     stamps = {name: Stamp(*header["facts"][name]) for name in ("stamp", "token_stamp")}
@@ -253,10 +254,9 @@ def _sum_groups(contents: ShardContents, path: str) -> np.ndarray:
         if end > size or int(starts.min(where=counts > 0, initial=0)) < 0:
             raise UserError(f"{path}: its documents end at byte {end:,}, but {contents.tokens} has {size:,} bytes: "
                             "it is truncated or damaged, write the shard again")  # fmt: skip
-        padded = np.zeros(-(-len(counts) // GROUP) * GROUP, np.int64)
-        padded[: len(counts)] = counts
-        table = padded.reshape(-1, GROUP)
-        parts.append(np.stack([table.sum(axis=1), (table > 0).sum(axis=1)], axis=1))
+        groups = np.arange(0, len(counts), GROUP)
+        tokens, nonempty = (np.add.reduceat(each, groups, dtype=np.int64) for each in (counts, counts > 0))
+        parts.append(np.stack([tokens, nonempty], axis=1))
     return np.cumsum(np.concatenate(parts), axis=0)
 
 
@@ -271,20 +271,20 @@ def _write(contents: ShardContents, groups: np.ndarray, sidecar: Path, facts: di
         "token_count": int(groups[-1, 0]),
         "trained": contents.trained,
     }
-    arrays = {"groups": groups.reshape(-1), "starts": contents.starts, "lengths": contents.lengths}
-    dtypes = {"groups": np.int64, "starts": np.int64, "lengths": np.int32}
+    arrays = {"groups": ("<i8", groups.reshape(-1)), "starts": ("<i8", contents.starts)}
+    arrays["lengths"] = ("<i4", contents.lengths)
     places: dict[str, tuple[str, int, str, int]] = {}
     temporary = sidecar.with_suffix(f".{os.urandom(8).hex()}.tmp")
     with temporary.open("wb") as written:
-        written.seek(max(_HEADER, 4096 + len(json.dumps(facts))))
-        for name, array in arrays.items():
+        written.seek(max(_HEADER, 4096 + 24 * len(facts["path"] + contents.tokens)))  # twice, 12 bytes a character
+        for name, (dtype, array) in arrays.items():
             if isinstance(array, DiskArray) and not is_remote(array.path):
                 places[name] = (array.path, array.offset, array.dtype, array.length)
                 continue
             written.seek(-written.tell() % _ALIGN, os.SEEK_CUR)
-            places[name] = ("", written.tell(), np.dtype(dtypes[name]).str, len(array))
+            places[name] = ("", written.tell(), dtype, len(array))
             for part in chunks(array, _AT_ONCE):
-                part.astype(dtypes[name], copy=False).tofile(written)
+                written.write(np.ascontiguousarray(part, dtype).data)
         written.truncate()
         raw = json.dumps(header := {"facts": facts, "arrays": places, "size": written.tell()}).encode()
         written.seek(0)

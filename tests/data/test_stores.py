@@ -14,7 +14,7 @@ import pytest
 from pretraining.config.errors import UserError
 from pretraining.data import open_stream
 from pretraining.data.index import TokenShard, open_index, sidecar_path
-from pretraining.data.stores.arrow import _blocks
+from pretraining.data.stores.arrow import _blocks, _footer
 from pretraining.data.stores.find import shard_formats
 from pretraining.data.stores.shard import in_memory
 from pretraining.storage import SHARD_FORMATS
@@ -173,7 +173,7 @@ def test_a_file_whose_messages_do_not_follow_each_other_is_read_by_its_footer(tm
     expected = rows(open_stream(settings(tmp_path / "data")), 600)
     raw = path.read_bytes()
     with path.open("rb") as file:
-        blocks = _blocks(file)
+        blocks = _blocks(_footer(file))
     moved = blocks.copy()
     moved["place"] += 64
     head, tail = raw[: int(blocks["place"][0])], raw[int(blocks["place"][0]) :]

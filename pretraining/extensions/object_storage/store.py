@@ -99,8 +99,8 @@ class ObjectStore:
     def location(self, path: str) -> ObjectPath:
         return ObjectPath(path.rstrip("/"))
 
-    def stamp(self, path: ObjectPath) -> Stamp:
-        return path.stamp()
+    def stamp(self, path: str | ObjectPath) -> Stamp:
+        return (self.location(path) if isinstance(path, str) else path).stamp()
 
     def size(self, path: ObjectPath) -> int:
         return path.size()
