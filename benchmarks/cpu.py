@@ -9,9 +9,9 @@ the same of the CPU time of all threads, which other work on the machine changes
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -114,6 +114,13 @@ def compare(contenders: dict[str, Step], steps: int) -> None:
             print(f"{name:<14} {title} {median:.3f} s, {medians[first] / median:.2f} = {first} / {name}")
 
 
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser of the flag that this comparison and that of benchmarks.xla have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=21)
+    return parser
+
+
 def use_one_device() -> None:
     """Give the xla engine one virtual device, which uses all cores."""
     os.environ["PJRT_DEVICE"], os.environ["CPU_NUM_DEVICES"] = "CPU", "1"
@@ -121,7 +128,9 @@ def use_one_device() -> None:
 
 def main() -> None:
     """Measure and print; see the module's docstring."""
-    options = dict(argument.removeprefix("--").split("=") for argument in sys.argv[1:])
+    parser = parser_of(__doc__)
+    parser.add_argument("--contenders", help="comma-separated; all by default")
+    options = parser.parse_args()
     use_one_device()
     contenders: dict[str, Callable[[], Step]] = {
         "xla engine": xla_step,
@@ -129,8 +138,8 @@ def main() -> None:
         "eager": lambda: plain_step(compiled=False),
         "torch.compile": lambda: plain_step(compiled=True),
     }
-    names = options.get("contenders", ",".join(contenders)).split(",")
-    compare({name: contenders[name]() for name in names}, int(options.get("steps", "21")))
+    names = options.contenders.split(",") if options.contenders else contenders
+    compare({name: contenders[name]() for name in names}, options.steps)
 
 
 if __name__ == "__main__":

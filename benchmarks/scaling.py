@@ -9,7 +9,7 @@ minimum that the strategy needs (a ring's share of everything that must be gathe
 
 from __future__ import annotations
 
-import sys
+import argparse
 from dataclasses import replace
 from typing import Any
 
@@ -57,7 +57,9 @@ def measured(strategy: str, topology: str) -> tuple[int, int, int]:
 
 def main() -> None:
     """Measure and print; see the module's docstring."""
-    options = dict(argument.removeprefix("--").split("=") for argument in sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plot", metavar="FILE.html")
+    options = parser.parse_args()
     figure = Figure()
     print("| strategy | devices | compiled | plan | minimum | compiled / minimum | compiled / plan |")
     print("|" + "---|" * 7)
@@ -75,9 +77,9 @@ def main() -> None:
         for label, column, dash in ((strategy, 0, "solid"), (f"{strategy}, minimum", 2, "dash")):
             values = [row[column] for row in sent_bytes.values()]
             figure.add_trace(Scatter(x=list(sent_bytes), y=values, name=label, line={"dash": dash}))
-    if "plot" in options:
+    if options.plot:
         figure.update_layout(xaxis_title="devices", yaxis_title="bytes that a device sends in a step")
-        figure.write_html(options["plot"])
+        figure.write_html(options.plot)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ import numpy as np
 from jax._src.interpreters import mlir
 from jax._src.lib import _jax, xla_client
 
-from benchmarks.tpu_compiler import CASE, figures_of, print_figures
+from benchmarks.tpu_compiler import CASE, figures_of, print_figures, settings_of
 from main_training import configure
 from pretraining.tools.plan.checks import topology_devices
 from pretraining.tools.plan.compiled import CompiledProgram, compiler_target, read_step, visible_share
@@ -91,7 +91,7 @@ def peak_of(runs: list[tuple[str, int]], programs: list[CompiledProgram]) -> int
 
 def main() -> None:
     """Lower, compile and print; see the module's docstring."""
-    options = dict(argument.removeprefix("--").split("=") for argument in sys.argv[1:])
+    options = settings_of(__doc__)
     config = configure({**CASE, "engine": "torch", "plan_compile": False, **options})
     plan = plan_of(replace(config, plan_devices=topology_devices(config)))
     with TemporaryDirectory() as name:

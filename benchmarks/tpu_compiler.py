@@ -13,8 +13,8 @@ step. MFU counts all pairs of tokens in attention, of which the kernel computes 
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,9 +110,16 @@ def print_figures(rows: list[Figures], plan: Plan, step: CompiledStep) -> None:
         print(f"  {count / 1e9:8.2f}  {kind}")
 
 
+def settings_of(description: str | None) -> dict[str, str]:
+    """Return the settings on the command line, by name; --help prints the description."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    _, words = parser.parse_known_args()
+    return dict(word.removeprefix("--").split("=", 1) for word in words)
+
+
 def main() -> None:
     """Compile and print; see the module's docstring."""
-    options = dict(argument.removeprefix("--").split("=") for argument in sys.argv[1:])
+    options = settings_of(__doc__)
     config = configure({**CASE, **options})
     plan = plan_of(replace(config, plan_devices=topology_devices(config)))
     name = ", ".join(f"{key}={value}" for key, value in options.items()) or "ours"

@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 
-from benchmarks.cpu import compare, plain_step, seconds, use_one_device, xla_step
+from benchmarks.cpu import compare, parser_of, plain_step, seconds, use_one_device, xla_step
 
 
 def compile_time(layers: int) -> float:
@@ -23,10 +23,12 @@ def compile_time(layers: int) -> float:
 
 def main() -> None:
     """Measure and print; see the module's docstring."""
-    options = dict(argument.removeprefix("--").split("=") for argument in sys.argv[1:])
+    parser = parser_of(__doc__)
+    parser.add_argument("--compile", type=int, help="print the compile time at this depth alone, of one process")
+    options = parser.parse_args()
     use_one_device()
-    if "compile" in options:
-        step = xla_step(int(options["compile"]))
+    if options.compile:
+        step = xla_step(options.compile)
         first, *later = (seconds(step)[0] for _ in range(3))
         print(first - min(later))
         return
@@ -34,7 +36,7 @@ def main() -> None:
     ratio = deep / shallow
     print(f"compile time: {shallow:.2f} s at 4 layers, {deep:.2f} s at 64 layers, ratio {ratio:.2f}", flush=True)
     contenders = {"xla": xla_step(), "eager": plain_step(compiled=False), "torch.compile": plain_step(compiled=True)}
-    compare(contenders, int(options.get("steps", "21")))
+    compare(contenders, options.steps)
 
 
 if __name__ == "__main__":
