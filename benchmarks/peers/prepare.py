@@ -71,7 +71,8 @@ def compare(names: list[str], turns: int, size: int, python: str, folder: Path) 
             for left in (folder / part).glob(f"{name}*"):
                 run_program(["rm", "-r", str(left)])
             spent[part], _ = run_program(command(name, python, folder / part), **variables)
-        reader = [python, "-m", "benchmarks.peers.preparers", name, "digest", str(folder / "all")]
+        interpreter = sys.executable if name == "ours" else python
+        reader = [interpreter, "-m", "benchmarks.peers.preparers", name, "digest", str(folder / "all")]
         digests[name] = digests.get(name) or run_program(reader, **variables)[1].splitlines()[-1]
         if digests[name] != next(iter(digests.values())):
             sys.exit(f"{name}: other ids than {next(iter(digests))}: {digests}")
