@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -40,10 +41,11 @@ WIDTH = 2048
 
 def shapes(parameters: int) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of about `parameters` parameters (embedding, head, blocks) and their moments."""
-    vocabulary = max(parameters // 8 // WIDTH, 1)  # a quarter in embedding and head together
-    block = {"attn": (4 * WIDTH, WIDTH), "mlp": (12 * WIDTH, WIDTH), "norm": (WIDTH,)}
-    per_block = 16 * WIDTH * WIDTH + WIDTH
-    weights: dict[str, tuple[int, ...]] = {"embed": (vocabulary, WIDTH), "head": (vocabulary, WIDTH)}
+    width = min(WIDTH, max(64, math.isqrt(parameters // 11) // 64 * 64))  # WIDTH from 5e7 on
+    vocabulary = max(parameters // 8 // width, 1)  # a quarter in embedding and head together
+    block = {"attn": (4 * width, width), "mlp": (12 * width, width), "norm": (width,)}
+    per_block = 16 * width * width + width
+    weights: dict[str, tuple[int, ...]] = {"embed": (vocabulary, width), "head": (vocabulary, width)}
     for layer in range(max(round(parameters * 3 / 4 / per_block), 1)):
         weights |= {f"layers.{layer}.{name}": shape for name, shape in block.items()}
     moments = {f"optimizer.{kind}.{name}": shape for kind in ("m", "v") for name, shape in weights.items()}

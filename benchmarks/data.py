@@ -38,19 +38,19 @@ SHARDS, DOCUMENTS = 8, 10_000  # per dataset, per shard
 # ---- Corpus
 
 
-def lengths(seed: int, median: int) -> np.ndarray:
+def lengths(seed: int, median: int, count: int = DOCUMENTS) -> np.ndarray:
     """Return lognormal document lengths, int32: sigma 1, between 16 and 16384 tokens."""
-    samples = np.random.default_rng(seed).lognormal(np.log(median), 1.0, DOCUMENTS)
+    samples = np.random.default_rng(seed).lognormal(np.log(median), 1.0, count)
     return np.clip(samples, 16, 16_384).astype(np.int32)
 
 
-def write_corpus(folder: Path, store: str, median: int) -> None:
+def write_corpus(folder: Path, store: str, median: int, documents: int = DOCUMENTS) -> None:
     """Write the three datasets in one store."""
     write = {"arrow": write_arrow, "parquet": write_parquet, "megatron": write_megatron}[store]
     for number, name in enumerate(SHARES):
         (folder / name).mkdir(parents=True)
         for shard in range(SHARDS):
-            sizes = lengths(100 * number + shard, median)
+            sizes = lengths(100 * number + shard, median, documents)
             tokens = np.random.default_rng(shard).integers(2, VOCABULARY, int(sizes.sum()), np.int32)
             write(folder / name / f"{shard:02d}", tokens, sizes)
 
@@ -240,6 +240,7 @@ def main() -> None:
     parser.add_argument("--verification", action="store_true", help="checksums of blocks on and off")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--stores", default="arrow,parquet,megatron,short")
+    parser.add_argument("--documents", type=int, default=DOCUMENTS, help="of a shard, of which a dataset has 8")
     options = parser.parse_args()
     if options.measure:
         print(json.dumps(measure(*options.measure)))
@@ -252,7 +253,8 @@ def main() -> None:
         if store == "scale":
             write_scale(folder)
         else:
-            write_corpus(folder, "arrow" if store == "short" else store, 40 if store == "short" else 400)
+            kind, median = ("arrow", 40) if store == "short" else (store, 400)
+            write_corpus(folder, kind, median, options.documents)
         name = {"short": "arrow, mean 66"}.get(store, store)
         if options.verification:
             report_verification(name, folder)
