@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from tests.end_to_end import small
+from tests.parallel.launch import CHEAP_TO_COMPILE
 from tests.processes import call, words
 from tests.warm import python
 
@@ -47,14 +48,14 @@ SMALL: dict[str, Any] = {
 ENGINES: dict[str, dict[str, Any]] = {"xla": {"engine": "xla"}, "torch": {"engine": "torch", "device": "cpu"}}
 
 
-def environment(xla_flags: str | None = "") -> dict[str, str]:
+def environment(xla_flags: str | None) -> dict[str, str]:
     """Eight virtual devices for the xla engine, two threads for the torch engine, and XLA_FLAGS (None: not set)."""
     inherited = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     flags = {} if xla_flags is None else {"XLA_FLAGS": xla_flags}
     return {**inherited, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "OMP_NUM_THREADS": "2", **flags}
 
 
-def train(folder: Path, xla_flags: str | None = "", **fields: Any) -> list[dict[str, float]]:
+def train(folder: Path, xla_flags: str | None = CHEAP_TO_COMPILE, **fields: Any) -> list[dict[str, float]]:
     """Run the script in `folder`, and return loss, gradient norm and learning rate of each step. What it printed is in
     output.txt."""
     folder.mkdir(exist_ok=True)
@@ -84,7 +85,7 @@ def machine() -> dict[str, Any]:
 def record() -> None:
     """Write the figures of this machine, and where there is none yet the checkpoint that must load forever."""
     with tempfile.TemporaryDirectory() as folder:
-        losses = {name: train(Path(folder, name), **engine) for name, engine in ENGINES.items()}
+        losses = {name: train(Path(folder, name), xla_flags="", **engine) for name, engine in ENGINES.items()}
         if not CHECKPOINT.exists():
             train(Path(folder, "small"), **SMALL, **ENGINES["torch"])
             shutil.copytree(Path(folder, "small") / RUN / "checkpoints" / "step_4", CHECKPOINT / "step_4")
