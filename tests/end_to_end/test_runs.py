@@ -35,6 +35,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def data(corpus: Path) -> dict[str, Any]:
     return {
         "num_layers": 2,
+        "fsdp_activation_checkpointing": False,  # blocks of two kinds are traced in 11 CPU s, of one in 8
+        "selective_checkpointing": None,
         "batch_size": 4,
         "num_steps": STEPS,
         "checkpoint_interval": 12,
