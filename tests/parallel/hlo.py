@@ -17,7 +17,7 @@ ROWS, LENGTH, HIDDEN, LAYERS = TOY["global_batch_size"], TOY["seq_length"], TOY[
 
 def compile_cases(folder: Path, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Train a step of each case in one process; what it prints, and the step's optimised HLO as "program"."""
-    common = {"sharding_strategy": "ddp", "batch_size": ROWS, "num_kv_heads": 8, "num_steps": 1}
+    common = {"sharding_strategy": "ddp", "batch_size": ROWS, "num_kv_heads": 8, "num_steps": 1, "evaluates": False}
     flags = f"{os.environ['XLA_FLAGS']} --xla_dump_to={folder} --xla_dump_hlo_as_text"
     outcomes, _ = run_on_xla(8, {case: {**common, **fields} for case, fields in cases.items()}, XLA_FLAGS=flags)
     return {case: {**outcome, "program": read_program(folder / case)} for case, outcome in outcomes.items()}

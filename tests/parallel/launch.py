@@ -80,3 +80,8 @@ def assert_same(
         near = relative if figure == "grad_norm" else None
         assert got[figure] == pytest.approx(reference[figure], abs=absolute, rel=near), figure
     assert got["untrained"] == {"loss": 0, "tokens": 0}  # of a held-out batch without a label
+
+
+def assert_resumed(got: dict[str, Any]) -> None:
+    """Assert that a case with a stop has the figures of the run without it, bit for bit."""
+    assert {figure: got[figure] for figure in got["uninterrupted"]} == got["uninterrupted"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from main_training import CONFIGURATION
-from tests.parallel.launch import ALONE, run_on_torch, run_on_xla
+from tests.parallel.launch import ALONE, assert_resumed, run_on_torch, run_on_xla
 from tests.parallel.toy import HALFWAY
 from tests.selection import Outcomes, chosen, runs_all
 
@@ -60,22 +60,15 @@ EQUAL_MICRO_BATCHES: dict[str, Fields] = {
     "32 in bf16": {"global_batch_size": 32, "fp32_grad_acc": False},
 }
 STAGES: Fields = {"pipeline_parallel_size": 2}
-RESUMED: tuple[str, ...] = (
-    *FULL_TENSOR_RULES,
-    "madgrad_wd",
-    "sgd",
-    "mixed_bf16_sr",
-    "bf16_sr",
-    "dropout",
-    "dropout, stages",
-)
 CASES: dict[str, Fields] = chosen(
     {**BY_OPTIMIZER, **BY_PRECISION, **RANDOM, **BY_NORM, **BY_MUP},
-    # fp32 is AdamW; the first three are an extension's
-    BY_OPTIMIZER.keys() & {"adafactor", "adafactor, padded", "muon"}
-    | {"fp32", "mixed_bf16", "bf16_sr", "dropout", "1-norm"},
+    # fp32 is AdamW; the first two are an extension's
+    BY_OPTIMIZER.keys() & {"adafactor, padded", "muon"} | {"fp32", "mixed_bf16", "bf16_sr", "dropout", "1-norm"},
 )
-RESUMED = tuple(name for name in RESUMED if name in CASES)
+RESUMED = {"adafactor, padded", "bf16_sr", "dropout"}
+if runs_all():
+    RESUMED |= {*FULL_TENSOR_RULES, "madgrad_wd", "sgd", "mixed_bf16_sr", "dropout, stages"}
+RESUMED &= CASES.keys()
 
 
 def equal_micro_batches(ranks: int) -> dict[str, Fields]:
@@ -91,7 +84,7 @@ def equal_micro_batches(ranks: int) -> dict[str, Fields]:
 
 def stopped(folder: Path) -> dict[str, Fields]:
     """Some of the cases with a stop in the middle."""
-    return {f"{name}, resumed": {**CASES[name], "halfway": str(folder / name)} for name in RESUMED}
+    return {name: {**CASES[name], "halfway": str(folder / name)} for name in RESUMED}
 
 
 @cache
@@ -141,7 +134,7 @@ def test_an_optimizer_gives_the_same_losses_on_every_mesh_and_engine(name: str, 
     split = on_xla(folder)[name]
     # rprop takes whole steps by signs, also those of gradients that are rounding alone
     assert_near(split, alone, 5e-3 if name == "rprop" else 1e-5)
-    assert set(split["compilations"]) == {0}  # the rate's and the step's value compile nothing
+    assert set(split["compilations"][:HALFWAY]) == {0}  # the rate's and the step's value compile nothing
 
 
 @pytest.mark.parametrize("name", BY_OPTIMIZER)
@@ -151,17 +144,15 @@ def test_an_optimizer_learns_at_its_default_rate(name: str) -> None:
     assert got["evaluation"] < got["loss"][0] - (0.0005 if name == "sgd" else 0.005)
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", sorted(RESUMED))
 def test_a_resumed_run_continues_bitwise(name: str, folder: Path) -> None:
-    got = on_xla(folder)
-    assert got[f"{name}, resumed"]["loss"] == got[name]["loss"]
-    assert got[f"{name}, resumed"]["grad_norm"] == got[name]["grad_norm"]
+    assert_resumed(on_xla(folder)[name])
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", sorted(RESUMED))
 def test_the_other_engine_continues_the_run_of_4_devices(name: str, folder: Path) -> None:
     split = on_xla(folder)[name]
-    taken_up = on_torch(ALONE, folder)[f"{name}, resumed"]
+    taken_up = on_torch(ALONE, folder)[name]
     exact = "bf16" not in name
     assert taken_up["loss"][HALFWAY:] == pytest.approx(split["loss"][HALFWAY:], rel=1e-5 if exact else 1e-3)
 

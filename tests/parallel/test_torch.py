@@ -26,13 +26,14 @@ from tests.parallel.launch import (
     ALONE,
     HAS_SHARDING_REPORT,
     ROOT,
+    assert_resumed,
     assert_same,
     dump_of,
     environment,
     launched,
     run_on_torch,
 )
-from tests.parallel.toy import ADAPTERS, DROPOUT, LORA, RAMP, instruction_cases
+from tests.parallel.toy import ADAPTERS, DROPOUT, LORA, POISONED, RAMP, instruction_cases
 from tests.ports import free_port
 from tests.processes import call, words
 from tests.selection import Outcomes, chosen, runs_all
@@ -155,8 +156,7 @@ CASES: dict[int, dict[str, Fields]] = {
         **{f"{form}, 4 ranks": {**FSDP, **FORMS[form], **fields} for form, fields in FORMS_ON_FOUR.items()},
         "ramp": RAMP,
         "ramp, stages": {**RAMP, **STAGES, "batch_size": 2},
-        "poisoned": {**FSDP, "poison_step": 2},
-        "poisoned, skipped": {**FSDP, "poison_step": 2, "max_skipped_steps": 1},
+        "poisoned": {**FSDP, **POISONED},
     },
 }
 if not runs_all():
@@ -167,7 +167,6 @@ CASES[ALONE] = chosen(CASES[ALONE], CASES[ALONE].keys() - {"padded", "three head
 CASES[4] = chosen(
     CASES[4],
     (
-        "fsdp, a third",
         "hsdp, all blocks, accumulated",
         "zero1",
         "zero2",
@@ -182,7 +181,6 @@ CASES[4] = chosen(
         "two heads, 4 ranks",
         "narrow adapters, 4 ranks",
         "poisoned",
-        "poisoned, skipped",
     ),
 )
 # Processes, case, and the case on one process that has the same losses
@@ -218,7 +216,7 @@ def outcome(processes: int) -> dict[str, Any]:
         for case in DUMPED if HAS_SHARDING_REPORT else ():
             cases[case] = {**cases[case], "dump_sharding": dump_of(case)}
         for case in cases.keys() & set(RESUMED):
-            cases[f"{case}, resumed"] = {**cases[case], "halfway": f"{tempfile.mkdtemp()}/run"}
+            cases[case] = {**cases[case], "halfway": f"{tempfile.mkdtemp()}/run"}
     return Outcomes(run_on_torch(processes, cases))
 
 
@@ -242,9 +240,7 @@ def test_losses_and_gradient_norms_are_those_of_one_process(processes: int, case
 @slow
 @pytest.mark.parametrize("case", RESUMED)
 def test_a_run_resumes_bitwise(case: str) -> None:
-    whole, resumed = outcome(4)[case], outcome(4)[f"{case}, resumed"]
-    for figure in ("loss", "grad_norm", "evaluation"):
-        assert resumed[figure] == whole[figure]
+    assert_resumed(outcome(4)[case])
 
 
 @slow
@@ -278,20 +274,12 @@ def test_uneven_shards_train_like_unsharded_parameters() -> None:
 
 
 @slow
-def test_no_update_is_applied_after_a_non_finite_loss() -> None:
+def test_training_continues_after_a_skipped_update_and_not_after_one_too_many() -> None:
     reference, got = outcome(ALONE)["ddp"], outcome(4)["poisoned"]
-    assert got["loss"][:2] == pytest.approx(reference["loss"][:2], abs=1e-5)
-    assert not math.isfinite(got["loss"][2])
-    assert got["refused"][2:] == [[1, 3]] * 3  # the third update, counted from 1
+    assert got["loss"][0] == pytest.approx(reference["loss"][0], abs=1e-5)
+    assert [math.isfinite(loss) for loss in got["loss"]] == [True, False, True, False, True]
+    assert got["refused"] == [[0, 0], [1, 2], [1, 2], [2, 2], [2, 2]]  # how many, and the first, counted from 1
     assert got["updates"] == 2
-
-
-@slow
-def test_training_continues_after_a_skipped_update() -> None:
-    got = outcome(4)["poisoned, skipped"]
-    assert got["refused"][-1] == [1, 3]
-    assert got["updates"] == 4
-    assert got["loss"][-1] < got["loss"][0]
 
 
 # ---- What is there decides

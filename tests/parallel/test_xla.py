@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,14 @@ from tests.parallel.launch import (
     ALONE,
     HAS_SHARDING_REPORT,
     HAS_SPLASH,
+    assert_resumed,
     assert_same,
     dump_of,
     run,
     run_on_torch,
     run_on_xla,
 )
-from tests.parallel.toy import RAMP, instruction_cases
+from tests.parallel.toy import POISONED, RAMP, instruction_cases
 from tests.selection import Outcomes, chosen, runs_all
 from tests.warm import python
 
@@ -101,7 +101,7 @@ CASES: dict[int, dict[str, Fields]] = {
         "tensor and sequence": {**FSDP, **SEQUENCE, **A_THIRD, "batch_size": 8},
         "fsdp x tensor, padded": {**FSDP, **TENSOR, "make_vocab_size_divisible_by": 384},
         "hsdp x tensor": {**HSDP_2, **TENSOR},
-        "window and positions, ddp": {**DDP, **WINDOWED},
+        "window and positions, plain": {**DDP, **WINDOWED},
         "window and positions, context x tensor": {**FSDP, **TENSOR, **WINDOWED, **CONTEXT, "batch_size": 8},
         "context 2": {**FSDP, **CONTEXT, "batch_size": 4},
         "context 4": {"sharding_strategy": "ddp", "context_parallel_size": 4, "batch_size": 8},
@@ -109,16 +109,15 @@ CASES: dict[int, dict[str, Fields]] = {
         # An average of a weight is sharded, where the weight is not
         "accumulated": {**ZERO1, **TENSOR, "ema_decay": 0.9, "batch_size": 1, "gradient_accumulation_steps": 4},
         "built first": {**FSDP, "low_cpu_fsdp": False},
-        "options, ddp": {**DDP, **OPTIONS},
+        "options, plain": {**ZERO1, **OPTIONS},
         "options, fsdp x tensor": {**FSDP, **TENSOR, **OPTIONS, **A_THIRD},
         "options, uneven stages": {**HSDP_2, **STAGES, "pipeline_cuts": "2", **OPTIONS, **A_THIRD},
-        "adapters, ddp": {**DDP, **ADAPTERS},
+        "adapters, plain": {**DDP, **ADAPTERS},
         "adapters, tensor 8": {**DDP, "tensor_parallel_size": 8, "batch_size": 16, **ADAPTERS, **A_THIRD},
         "4 stages, all": {**FSDP, **STAGES, "pipeline_parallel_size": 4, "batch_size": 2, **ALL_BLOCKS},
         "2 stages of 2 pieces x tensor x context": {**FSDP, **TENSOR, **PIECES, **CONTEXT, "batch_size": 4},
         **SPLASH,
-        "poisoned": {**FSDP, "poison_step": 2},
-        "poisoned, skipped": {**FSDP, "poison_step": 2, "max_skipped_steps": 1},
+        "poisoned": {**FSDP, **POISONED},
     },
 }
 if not runs_all():
@@ -127,18 +126,14 @@ CASES[8] = chosen(
     CASES[8],
     (
         "ddp, none",
-        "fsdp, none",
-        "hsdp, every second",
-        "zero1",
         "zero2",
         "tensor and sequence",
         "tensor 8, fewer key/value heads",
         "fsdp x context x tensor",
         "2 stages of 2 pieces x tensor x context",
-        "options, ddp",
+        "options, plain",
         "options, uneven stages",
         "poisoned",
-        "poisoned, skipped",
     ),
 )
 DUMPED = "tensor and sequence"
@@ -158,9 +153,8 @@ def ramps(devices: int) -> dict[str, Fields]:
     """A growing global batch; on 8 devices of one micro-batch and then two, with stages of two and then four."""
     if devices != 8:
         return {"ramp": {**RAMP, "batch_size": 4}} if devices == 1 else {}
-    resumed = {**RAMP, "halfway": f"{tempfile.mkdtemp()}/run"}
     staged = {**RAMP, "pipeline_parallel_size": 2, "sharding_strategy": "zero1"}
-    return {"ramp": RAMP, "ramp, resumed": resumed, "ramp, stages": staged}
+    return {"ramp": {**RAMP, "halfway": f"{tempfile.mkdtemp()}/run"}, "ramp, stages": staged}
 
 
 @functools.cache
@@ -189,7 +183,7 @@ WITH_OPTIONS = ("options, fsdp x tensor", "options, uneven stages", "window and 
     ("devices", "case", "plain"),
     [
         *((devices, case, "ddp, none") for devices, case in EXACT),
-        *((8, case, f"{case.partition(',')[0]}, ddp") for case in (*WITH_OPTIONS, "adapters, tensor 8")),
+        *((8, case, f"{case.partition(',')[0]}, plain") for case in (*WITH_OPTIONS, "adapters, tensor 8")),
     ],
 )
 def test_losses_and_gradient_norms_are_those_of_plain_data_parallelism(devices: int, case: str, plain: str) -> None:
@@ -204,7 +198,7 @@ def one_process() -> dict[str, Any]:
     """Cases on the torch engine."""
     padded = {**instruction_cases()["padded"], "batch_size": 8}
     cases = {"ddp": {**DDP, "batch_size": 4}, "ramp": {**RAMP, "batch_size": 2}}
-    return run_on_torch(ALONE, {**cases, "instructions, padded": padded})
+    return run_on_torch(ALONE, {**cases, "instructions, padded": padded, "poisoned": {**POISONED, "batch_size": 4}})
 
 
 def test_both_engines_give_the_same_losses_and_gradient_norms() -> None:
@@ -214,8 +208,8 @@ def test_both_engines_give_the_same_losses_and_gradient_norms() -> None:
 
 @pytest.mark.parametrize("devices", CASES)
 def test_nothing_compiles_after_the_first_step(devices: int) -> None:
-    # A resumed run is a new start. With stages, all micro-batches of a step are one program.
-    expected = {"ramp, resumed": {0, 1}, "ramp, stages": {0, 1}}
+    # A resumed run, on 8 devices "ramp", is a new start. With stages, all micro-batches of a step are one program.
+    expected = {"ramp": {0, 1}, "ramp, stages": {0, 1}} if devices == 8 else {}
     for case, got in outcome(devices)[0].items():
         assert set(got["compilations"]) == expected.get(case, {0}), case
         assert got["late_compilations"] == 0, case  # a second validation, a look at the state, another step
@@ -278,30 +272,25 @@ def test_packed_examples_have_the_losses_of_the_same_examples_one_per_row(device
     assert packed["loss"][-1] < packed["loss"][0] - 0.3
 
 
-@pytest.mark.parametrize(("devices", "case"), [(1, "ramp"), (8, "ramp"), (8, "ramp, stages")])
-def test_a_growing_global_batch_has_the_same_losses_on_every_mesh_and_engine(devices: int, case: str) -> None:
+@pytest.mark.parametrize(
+    ("devices", "case", "compilations"),
+    [(1, "ramp", [0] * 6), (8, "ramp", [0, 0, 0, 1, 1, 1]), (8, "ramp, stages", [0, 0, 0, 0, 1, 1])],
+)
+def test_a_growing_global_batch_has_the_same_losses_on_every_mesh_and_engine(
+    devices: int, case: str, compilations: list[int]
+) -> None:
     alone, got = one_process()["ramp"], outcome(devices)[0][case]
     assert_same(got, alone)
-    assert got["compilations"] == ([0, 0, 0, 0, 1, 1] if "stages" in case else [0] * 6)
+    assert got["compilations"] == compilations
 
 
 def test_a_run_resumes_bitwise_while_the_global_batch_grows() -> None:
-    whole, resumed = outcome(8)[0]["ramp"], outcome(8)[0]["ramp, resumed"]
-    for figure in ("loss", "grad_norm", "evaluation"):
-        assert resumed[figure] == whole[figure]
+    assert_resumed(outcome(8)[0]["ramp"])
 
 
-def test_no_update_is_applied_after_a_non_finite_loss() -> None:
-    got = outcome(8)[0]["poisoned"]
-    assert got["loss"][:2] == pytest.approx(reference()["loss"][:2], abs=1e-5)
-    assert not math.isfinite(got["loss"][2])
-    assert got["refused"][2:] == [[1, 3]] * 3  # the third update, counted from 1
-    # The weights stay those of step 2: its own batch, seen again by the evaluation, has no lower loss than before it.
-    assert got["evaluation"] > reference()["evaluation"]
-
-
-def test_training_continues_after_a_skipped_update() -> None:
-    got = outcome(8)[0]["poisoned, skipped"]
-    assert got["refused"][-1] == [1, 3]
-    assert all(math.isfinite(loss) for loss in got["loss"][3:])
-    assert got["loss"][-1] < got["loss"][0]
+def test_training_continues_after_a_skipped_update_and_not_after_one_too_many() -> None:
+    """As on the torch engine, where updates are counted: tests/parallel/test_torch.py."""
+    alone, got = one_process()["poisoned"], outcome(8)[0]["poisoned"]
+    assert got["refused"] == alone["refused"]
+    for figure in ("loss", "evaluation"):
+        assert got[figure] == pytest.approx(alone[figure], abs=1e-5, nan_ok=True)

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node=4 torch_driver.py '{"case": {"field": value}, ...}'
 
 Process 0 prints JSON: by case, the loss and gradient norm of each step, the evaluation's loss, and the bytes
-that one process holds.
+that one process holds. A case with "halfway" is a run that was stopped; its figures without the stop are
+"uninterrupted".
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pretraining.models.init import build_model
 from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.select import engine_class
 from pretraining.parallel.torch.engine import TorchEngine
-from tests.parallel.resuming import poisoned, restore, resume_run, save_run
+from tests.parallel.resuming import Figures, Uninterrupted, add_figures, poisoned, restore, stop_and_resume
 from tests.parallel.toy import HALFWAY, TOY, without_labels
 
 
@@ -55,7 +56,7 @@ def engine_with_shared_groups(config: Any) -> Any:
 def run_case(fields: dict[str, Any], programs: Callable[[], int] = lambda: 0) -> dict[str, Any]:
     """Train the toy with these fields. `programs` returns how many have been compiled; it is called after each step."""
     halfway = fields.pop("halfway", None)  # folder to save the run to after HALFWAY steps, and to take it up from
-    poison = fields.pop("poison_step", None)  # a step whose gradient is made not finite
+    poison = fields.pop("poison_steps", ())  # steps whose gradients are made not finite
     dump = fields.pop("dump_sharding", None)  # file for the report on sharding
     alike = fields.pop("rows_alike", False)  # whether all rows of a batch are its first
     config = CONFIGURATION(**{**TOY, "device": "cpu", **fields})
@@ -66,32 +67,34 @@ def run_case(fields: dict[str, Any], programs: Callable[[], int] = lambda: 0) ->
 
         write_sharding(engine, trainee, dump)
     stream = open_stream(config, engine.data_rank, engine.data_size)
-    losses, norms, refused, scales, compiled = [], [], [], [], []
+    figures: Figures = {"loss": [], "grad_norm": [], "loss_scale": []}
+    refused, compiled = [], []
+    uninterrupted = None
     for step in range(config.num_steps):
         if halfway and step == HALFWAY:
-            if not Path(halfway).exists():
-                save_run(engine, config, trainee, step, Path(halfway))
-            trainee = resume_run(engine, config, step, Path(halfway))
+            uninterrupted = Uninterrupted(trainee, figures)
+            trainee = stop_and_resume(engine, config, trainee, step, Path(halfway))
         batch = stream.batch(step)
         if alike:
             batch = {name: array[:1].repeat(len(array), axis=0) for name, array in batch.items()}
-        kept = poisoned(trainee.model) if step == poison else None
-        read = trainee.train_step(batch, learning_rate(config, step)).read()
+        kept = poisoned(trainee.model) if step in poison else None
+        read = trainee.train_step(batch, rate := learning_rate(config, step)).read()
         if kept is not None:
             restore(trainee.model, kept)
-        losses.append(read["loss"])
-        norms.append(read["grad_norm"])
+        add_figures(figures, read)
         refused.append([read["refused"], read["first_refused"]])
-        scales.append(read.get("loss_scale"))
         compiled.append(programs())
+        if uninterrupted:
+            uninterrupted.train(batch, rate)
     evaluation = trainee.evaluate(stream.batch(0)).read()["loss"]
     untrained = trainee.evaluate(without_labels(stream.batch(1))).read()
     counted = float(trainee.state()["optimizer.step"])
     held = trainee.bytes_per_device()
     return {
-        "loss": losses, "grad_norm": norms, "refused": refused, "evaluation": evaluation, "bytes": held,
+        **figures, "refused": refused, "evaluation": evaluation, "bytes": held,
         "counted": state_bytes(config, engine.layout), "untrained": untrained,
-        "updates": counted, "loss_scale": scales, "compiled": compiled,
+        "updates": counted, "compiled": compiled,
+        "uninterrupted": uninterrupted and uninterrupted.figures,
     }  # fmt: skip
 
 

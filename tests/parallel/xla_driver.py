@@ -6,7 +6,8 @@ Prints JSON: by case, the loss and gradient norm of each step, the compilations 
 device holds, as the engine measures them and as its layout counts them. Unless "evaluates" is false, which saves the
 compilation of a second program, also an evaluation's loss, the compilations after it and a look at the state, and how
 often two steps whose figures nobody reads fetch something from a device, the operations that they trace, and the
-meshes of torch-xla that another evaluation leaves in memory.
+meshes of torch-xla that another evaluation leaves in memory. A case with "halfway" is a run that was stopped; its
+figures without the stop are "uninterrupted".
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from pretraining.extensions.state_bytes import state_bytes
 from pretraining.models.init import build_model
 from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.select import engine_class
-from tests.parallel.resuming import poisoned, restore, resume_run, save_run
+from tests.parallel.resuming import Figures, Uninterrupted, add_figures, poisoned, restore, stop_and_resume
 from tests.parallel.toy import HALFWAY, TOY, without_labels
 
 
 def run_case(fields: dict[str, Any]) -> dict[str, Any]:
     """Train the toy with these fields."""
     halfway = fields.pop("halfway", None)  # folder to save the run to after HALFWAY steps, and to take it up from
-    poison = fields.pop("poison_step", None)  # a step whose gradient is made not finite
+    poison = fields.pop("poison_steps", ())  # steps whose gradients are made not finite
     dump = fields.pop("dump_sharding", None)  # file for the report on sharding
     alike = fields.pop("rows_alike", False)  # whether all rows of a batch are its first
     evaluates = fields.pop("evaluates", True)
@@ -48,35 +49,38 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
 
         write_sharding(engine, trainee, dump)
     stream = open_stream(config)
-    losses, norms, compiled, refused, before = [], [], [], [], 0
+    figures: Figures = {"loss": [], "grad_norm": []}
+    compiled, refused, before = [], [], 0
+    uninterrupted = None
     for step in range(config.num_steps):
         if halfway and step == HALFWAY:
-            save_run(engine, config, trainee, step, Path(halfway))
-            trainee = resume_run(engine, config, step, Path(halfway))
+            uninterrupted = Uninterrupted(trainee, figures)
+            trainee = stop_and_resume(engine, config, trainee, step, Path(halfway))
         rate = learning_rate(config, step)
         batch = stream.batch(step)
         if alike:
             batch = {name: array[:1].repeat(len(array), axis=0) for name, array in batch.items()}
-        kept = poisoned(trainee.model) if step == poison else None
+        kept = poisoned(trainee.model) if step in poison else None
         if kept is not None:
             trainee.sync()
             before = engine.compilations()  # what poisoning compiled is none of the step's
         read = trainee.train_step(batch, rate).read()
-        losses.append(read["loss"])
-        norms.append(read["grad_norm"])
+        add_figures(figures, read)
         refused.append([read["refused"], read["first_refused"]])
         compiled.append(engine.compilations() - before)
         if kept is not None:
             restore(trainee.model, kept)
             trainee.sync()
+        if uninterrupted:
+            uninterrupted.train(batch, rate)
         before = engine.compilations()
     outcome = {
-        "loss": losses,
-        "grad_norm": norms,
+        **figures,
         "refused": refused,
         "compilations": list(accumulate(compiled[1:], initial=0)),
         "bytes": trainee.bytes_per_device(),
         "counted": state_bytes(config, engine.layout),
+        "uninterrupted": uninterrupted and uninterrupted.figures,
     }
     if not evaluates:
         return outcome

@@ -62,8 +62,7 @@ COMPARED = ("ddp", "fsdp", "fsdp, recomputed", "fsdp, mlp recomputed", "tensor")
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Live:
     """What the driver prints of every case. Without a step, a case is placed and not compiled."""
-    common = {"num_kv_heads": 4, "evaluates": False}
-    cases = {name: {**common, "num_steps": int(name in PROGRAMS), **fields} for name, fields in HELD.items()}
+    cases = {name: {"num_kv_heads": 4, "num_steps": int(name in PROGRAMS), **fields} for name, fields in HELD.items()}
     return compile_cases(tmp_path_factory.mktemp("programs"), cases)
 
 
