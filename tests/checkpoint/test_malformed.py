@@ -22,7 +22,7 @@ from pretraining.storage import MARKER
 from tests.checkpoint.saving import save
 from tests.checkpoint.small_run import DIMENSIONS, facts_of, open_run, small_config
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 FOLDERS = 400
 SMALL = {**DIMENSIONS, "hidden_size": 8, "intermediate_size": 8, "num_layers": 1, "norm_eps": 1e-6}
 
