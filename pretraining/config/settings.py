@@ -240,8 +240,8 @@ class Settings:
 
     # ---- Optimizer and schedule
     optimizer: Annotated[str, KeyOf("optimizers"), Resume.STATE, COMMON] = "adamw"
-    """The table of optimizers in docs/settings.md has the sources and defaults of all; extensions/optimizers adds those
-    besides "adamw" and "adam", which adds the decay to the gradient. Elsewhere: optim."""
+    """"adamw", "adam" (adds the decay to the gradient), or one that extensions/optimizers adds; the table of optimizers
+    in docs/settings.md has the sources and defaults of all. Elsewhere: optim."""
     learning_rate: Annotated[float | None, Above(0), Resume.RATE, COMMON] = None
     """Peak learning rate. None: the optimizer's default, 3e-4 for adamw. Elsewhere: lr, max_lr."""
     adam_beta1: Annotated[float | None, AtLeast(0, below=1)] = None

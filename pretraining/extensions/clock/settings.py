@@ -32,8 +32,8 @@ class ClockConfig(TrainConfig):
     # ---- Logging and profiling
     step_timeout: Annotated[int, AtLeast(0, below=10**9)] = 0
     """Seconds after which a process whose step has not ended prints the stacks of its threads, to show where it hangs,
-    and ends with exit code 5, so that scripts/train.sh starts the run again. The first step, which compiles, has ten
-    times as long; saves do not count. 0: never."""
+    and ends with exit code 5, so that scripts/train.sh starts the run again. The first step, and the first with
+    rows or a global batch of another size, which may compile, have ten times as long; saves do not count. 0: never."""
 
 
 def check_interval(config: ClockConfig) -> Iterator[Problem]:

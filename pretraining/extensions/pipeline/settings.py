@@ -45,8 +45,8 @@ class PipelineConfig(TrainConfig):
     the stages idle less."""
     pipeline_cuts: Annotated[str, CUTS, Needs("pipeline_parallel_size")] = ""
     """Layers after which the model is cut into pieces, comma-separated from 0 on: one fewer than pipeline_parallel_size
-    x virtual_pipeline_size, such as 7,15,23 or model.layers.7,model.layers.15,model.layers.23. Every piece takes as
-    long as the longest. Empty: pieces as equal as possible."""
+    x virtual_pipeline_size, such as 7,15,23 or model.layers.7,model.layers.15,model.layers.23. On the xla engine, every
+    piece takes as long as the longest. Empty: pieces as equal as possible."""
     pipeline_balance: Annotated[bool, Needs("pipeline_parallel_size")] = False
     """True: where pipeline_cuts is empty, the embedding counts as a layer of the first piece and the head as one of the
     last, so that these have fewer layers than the others. False: only layers count. A plan names the best cuts."""
