@@ -5,7 +5,8 @@
 # data of your own it first prepares a small corpus, the source code of Python's standard library, and at the end prints
 # a sample of the trained model. With --config_file or --import_config, the settings below are not used.
 # Returns the exit code of the training: 0 finished, 2 a mistake in the configuration, 3 training stopped itself, 4 the
-# time of --max_run_seconds is up, 143 after SIGTERM, 130 after SIGINT. The same command again continues the run.
+# time of --max_run_seconds is up, 143 after SIGTERM, 130 after SIGINT, 141 if the reader of the output has gone. The
+# same command again continues the run.
 #
 # After every other exit code, such as 5 (a step hung, or another process was lost), and after a kill, training starts
 # again from its newest checkpoint: at most MAX_RESTARTS times (default 100), and only if it made steps that no start
