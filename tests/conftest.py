@@ -26,11 +26,11 @@ use_files_of(EXTENSIONS)
 
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if IS_WORKER:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers share two cores; set before torch is imported
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # three workers share two cores; set before torch is imported
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # two threads that spin took 50 CPU s for a golden run of 4
 os.environ.setdefault("XLA_FLAGS", CHEAP_TO_COMPILE)
 os.environ.pop("PYTHONUNBUFFERED", None)  # images set it, people do not, and a full disk or a closed pipe shows later
-SLOW = 3.0  # s; what pyproject.toml says of the marker
+SLOW = 3.0  # s; pyproject.toml says about two of the marker
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
