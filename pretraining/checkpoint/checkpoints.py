@@ -39,7 +39,7 @@ class SaveFailedError(RuntimeError):
 
 
 class Checkpoints:
-    """One per run and process; every method is collective over the processes."""
+    """One per run and process; every method but `due` is collective over the processes."""
 
     def __init__(self, config: TrainConfig, log_dir: Path) -> None:
         """Lock `log_dir`, and the folder of checkpoints if this run saves.

@@ -2,8 +2,7 @@
 
 Write to step_N.partial, sync every file, write the marker last, sync, rename to step_N, sync the folder above:
 at every instant a checkpoint is either committed or ignored. Object storage has no rename: there the files are written
-to step_N, and the marker last. Tensors are unsharded in name and shape, so a checkpoint
-of any mesh loads on any other.
+to step_N, and the marker last. Tensors are unsharded in name and shape, so a checkpoint of any mesh loads on any other.
 """
 
 from __future__ import annotations

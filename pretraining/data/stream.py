@@ -65,7 +65,7 @@ class Rows(Protocol):
         """Fill `out` (int32 [seq_length + 1]) with sequence number `sequence` of the run, and the token after it.
 
         A function of `sequence` alone, so that every mesh reads the same data and a resumed run continues them. Return
-        marks where examples begin or tokens are not trained.
+        marks where examples begin or tokens are not trained; None: there are none.
         """
 
 

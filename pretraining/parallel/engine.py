@@ -15,7 +15,7 @@ from pretraining.parallel.mesh import Mesh
 if TYPE_CHECKING:
     from torch import Tensor
 
-Batch = dict[str, np.ndarray]
+Batch = dict[str, np.ndarray]  # int32 [rows of this process, tokens] each; see data.stream.Stream.batch
 # Names in the logical state of what only some runs have, and begin anew without: fp16's loss scale, the figures of the
 # last steps.
 LOSS_SCALE, RECENT_FIGURES = "optimizer.loss_scale", "optimizer.recent_figures"
@@ -124,8 +124,9 @@ class Trainee(Protocol):
 class Engine(Protocol):
     """Opens the mesh, and places a model on it.
 
-    A process feeds rows [data_rank x rows / data_size, ...) of every global batch. Where process_count is above 1,
-    torch.distributed's default group is initialised, so collectives of objects and barriers work.
+    Of the R rows of every global batch, a process feeds the R / data_size from data_rank x R / data_size on. Where
+    process_count is above 1, torch.distributed's default group is initialised, so collectives of objects and barriers
+    work.
     """
 
     config: TrainConfig  # with global_batch_size and gradient_accumulation_steps resolved

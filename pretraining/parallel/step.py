@@ -181,7 +181,7 @@ class OptimizerStep(ABC):
         return [value for part in self.parts.values() for value in vars(part).values() if isinstance(value, Tensor)]
 
     def bytes_per_device(self, model: nn.Module, device_bytes: Callable[[Tensor], int]) -> dict[str, int]:
-        """See engine.Engine; `device_bytes` measures the local shard of one tensor."""
+        """See engine.Trainee; `device_bytes` measures the local shard of one tensor."""
         sums = {"parameters": sum(map(device_bytes, self.rounded_copies.values())), "moments": 0}
         for prefix, _, tensor in self.tensors(model):
             sums["moments" if prefix else "parameters"] += device_bytes(tensor)

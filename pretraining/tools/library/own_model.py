@@ -1,7 +1,7 @@
 """A model of one's own, whose parameters are not Llama's: its description, and what it changes in a configuration.
 
-See docs/library.md. The engines get it as the extension of one run; the names of its parameters are its own in sharding
-rules, messages and checkpoints.
+See docs/own_model.md. The engines get it as the extension of one run; the names of its parameters are its own in
+sharding rules, messages and checkpoints.
 """
 
 from __future__ import annotations
