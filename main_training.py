@@ -60,7 +60,8 @@ def train(
     """Train, and return the run's figures. UserError names every mistake, before a device is opened.
 
     settings: a configuration, or flags. data: by split, in place of the shards that settings name. build: returns a
-    model whose parameters have the names and shapes of Llama's.
+    model whose parameters have the names and shapes of Llama's. extensions: all that the run has, in the order in which
+    the loop calls them.
     """
     account, data = Account(), data or {}
     read_processes()  # a mistake in the variables of a launcher comes first
