@@ -1,6 +1,6 @@
 """How a setting is declared: its type, its range or choices, what it needs, and whether a resumed run may change it.
 
-    lora_alpha: Annotated[float, Above(0), Needs("lora_rank"), Resume.NOTE] = 8.0
+    lora_alpha: Annotated[float, Above(0), Needs("lora_rank"), Resume.FUNCTION] = 8.0
 
 `settings_of` reads the annotations of a dataclass. Flags, validation, `--help`, docs/settings.md and the comparison
 with a checkpoint use what it returns. Does not depend on the settings themselves.
