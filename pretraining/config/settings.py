@@ -152,8 +152,9 @@ class Settings:
 
     # ---- Engine and sharding
     engine: Annotated[Literal["auto", "xla", "torch"], COMMON] = "auto"
-    """"xla" (torch-xla, GSPMD), "torch" (FSDP2) or "auto": torch if there is a CUDA GPU, otherwise xla if torch-xla is
-    installed, otherwise torch on the CPU. The choice and its reason are printed."""
+    """"xla" (torch-xla, GSPMD), "torch" (FSDP2) or "auto": torch if there is a CUDA GPU, if device is set or if
+    there are several processes; otherwise xla if torch-xla is installed, otherwise torch on the CPU. The choice and its
+    reason are printed."""
     device: Literal["auto", "cuda", "cpu", "tpu", "neuron"] = "auto"
     """Device of the torch engine: "cuda", "cpu", "tpu" (TorchTPU, requirements/torchtpu.txt; not run on TPU hardware
     yet), "neuron" (TorchNeuron; untested on hardware) or "auto". PJRT_DEVICE names the device of the xla engine."""
