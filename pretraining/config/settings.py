@@ -124,9 +124,9 @@ class Settings:
     rope_scaling_factor: Annotated[float, AtLeast(1), Needs("rope_scaling_type"), Resume.FUNCTION] = 8.0
     """Factor of the rope scaling."""
     rope_low_freq_factor: Annotated[float, Above(0), LLAMA3, Resume.FUNCTION] = 1.0
-    """llama3 scaling: wavelengths above rope_original_max_position / this are divided by the full factor."""
+    """llama3 scaling: frequencies of wavelengths above rope_original_max_position / this are divided by the factor."""
     rope_high_freq_factor: Annotated[float, Above(0), LLAMA3, Resume.FUNCTION] = 4.0
-    """llama3 scaling: wavelengths below rope_original_max_position / this are not scaled."""
+    """llama3 scaling: frequencies of wavelengths below rope_original_max_position / this are not scaled."""
     rope_original_max_position: Annotated[int, AtLeast(1, below=2**28), LLAMA3, Resume.FUNCTION] = 8192
     """llama3 scaling: context length of the original model in tokens."""
     sliding_window: Annotated[int | None, AtLeast(1, below=2**28), Resume.FUNCTION] = None

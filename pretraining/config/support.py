@@ -46,7 +46,7 @@ def _reduces_in_another_dtype(config: TrainConfig) -> bool:
 
 LIMITS = (
     Limit("device", XLA, "PJRT_DEVICE names the device of the xla engine"),
-    Limit("reduce_dtype", XLA, "the xla engine sums gradients in bf16 if products are bf16, in fp32 if parameters are",
+    Limit("reduce_dtype", XLA, "gradients are summed in bf16 only if products are bf16, in fp32 only if parameters are",
           values="fp32 with bf16 parameters; bf16 with fp32 products or in a pipeline",
           is_set=_reduces_in_another_dtype),
     Limit("collective_timeout", XLA, "collectives of XLA have no timeout"),

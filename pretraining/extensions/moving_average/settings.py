@@ -21,8 +21,8 @@ class MovingAverageConfig(TrainConfig):
     # ---- Optimizer and schedule
     ema_decay: Annotated[float, AtLeast(0, below=1), Resume.STATE] = 0.0
     """Keep a moving average of the weights, ema = ema_decay x ema + (1 - ema_decay) x weight after every update, from
-    the initial weights on. It is saved with the optimizer state and sharded like it; --use_ema of generate and convert
-    takes it in place of the weights. 0: none. Elsewhere: ema."""
+    the initial weights on. It is saved with the optimizer state and sharded like it; --use_ema of generate,
+    evaluate and convert takes it in place of the weights. 0: none. Elsewhere: ema."""
 
     def followers(self) -> Mapping[str, Callable[[Any, Any], Any]]:
         """See TrainConfig."""
