@@ -379,8 +379,8 @@ class Settings:
 
     # ---- Validation
     valid_data_path: Annotated[str, COMMON, STORABLE, PER_HOST] = ""
-    """Folder of held-out token shards, laid out like data_path. val_interval needs this or split, except with
-    use_dummy_dataset."""
+    """Folder of held-out token shards, laid out like data_path. val_interval needs this, split or a data_path that has
+    a validation split, except with use_dummy_dataset."""
     valid_datasets: str = ""
     """Sub-folders of valid_data_path. Empty: all of them, or valid_data_path itself where it holds shards."""
     valid_weights: Annotated[str, WEIGHTS] = ""
@@ -397,8 +397,8 @@ class Settings:
     """True: skip what remains of the validation or test data after the last full global batch. False: read it in a
     batch whose other rows do not count."""
     test_data_path: Annotated[str, STORABLE, PER_HOST] = ""
-    """Folder of token shards for the test at the end, laid out like data_path. test_steps needs this or the third
-    fraction of split, except with use_dummy_dataset."""
+    """Folder of token shards for the test at the end, laid out like data_path. test_steps needs this, the third
+    fraction of split or a data_path that has a test split, except with use_dummy_dataset."""
     test_steps: Annotated[int, AtLeast(0, special=-1)] = 0
     """Global batches of the test after the last step, reported as test_loss. 0: no test; -1: all of the test data."""
 

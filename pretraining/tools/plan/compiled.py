@@ -1,7 +1,7 @@
 """The step of a plan as the TPU's own compiler makes it. Needs no TPU.
 
 Runs two processes, because torch-xla and libtpu each claim the devices of their process: the engine traces its step on
-placeholders (parallel/xla_export.py), libtpu compiles it for the slice (plan/compiler.py). Their files are read here.
+placeholders (plan/export.py), libtpu compiles it for the slice (plan/compiler.py). Their files are read here.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def stream_bytes(config: PlanConfig, mesh: Mesh) -> float:
 
 
 def _block_bytes(config: PlanConfig, mesh: Mesh, modules: Collection[str]) -> float:
-    """Return the bytes that a block keeps of which only `modules` are recomputed. See PlanConfig.checkpoint_modules.
+    """Return the bytes that a block keeps of which only `modules` are recomputed. See Settings.checkpoint_modules.
 
     For each token both engines keep the input, queries, keys, values, attention's result, gate and up. The xla engine
     also keeps the projection of attention's result and, with sharding markers, a normed vector (counted from what the
