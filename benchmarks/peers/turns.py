@@ -4,7 +4,11 @@ The peers of a room are in an environment of their own. It takes torch, numpy an
 
     python -m venv .venv-peers
     realpath .venv/lib/python3.*/site-packages > $(echo .venv-peers/lib/python3.*/site-packages)/reuse.pth
-    .venv-peers/bin/pip install --no-deps -r requirements/peers-loader.txt -r requirements/peers-prepare.txt
+    for room in loader prepare train; do .venv-peers/bin/pip install --no-deps -r requirements/peers-$room.txt; done
+
+MaxText needs a later Python than torch-xla's tests, and 2.4 GB of its own:
+
+    python3.12 -m venv .venv-maxtext && .venv-maxtext/bin/pip install 'maxtext[tpu]==0.2.5'
 """
 
 from __future__ import annotations
