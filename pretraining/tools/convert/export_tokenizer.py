@@ -53,15 +53,13 @@ def export_tokenizer(path: str, bos_token: int | None = None) -> tuple[dict[str,
         begin_texts(tokenizer := open_tokenizer(path), bos_token, partial(print, file=sys.stderr))
         if tokenizer.start is not None and (name := tokenizer.find_name(bos_token)):
             ids["bos"] = bos_token
-            added = json.loads(files["tokenizer.json"]).get("added_tokens") or []
-            is_named = name in [token["content"] for token in added]
-            if is_named:
-                usage["bos_token"] = name
-            else:  # transformers would cut texts at it; tokenizer.json alone puts it before them
-                usage = {key: value for key, value in usage.items() if key not in ("bos_token", "add_bos_token")}
+            usage["bos_token"] = name
             if not tokenizer.beginning:
+                usage["add_bos_token"] = True  # for llama.cpp's converter
                 files["tokenizer.json"] = _begin_with(files["tokenizer.json"], name, bos_token)
-                usage |= {"add_bos_token": True} if is_named else {}  # for llama.cpp's converter
+            added = json.loads(files["tokenizer.json"]).get("added_tokens") or []
+            if name not in [token["content"] for token in added]:  # transformers would cut texts at it
+                usage = {key: value for key, value in usage.items() if key not in ("bos_token", "add_bos_token")}
     files["tokenizer_config.json"] = json.dumps(usage, indent=2).encode() + b"\n"
     return {f"{kind}_token_id": number for kind, number in ids.items() if kind != "unk"}, files
 
