@@ -10,10 +10,12 @@ from torch import Tensor
 
 from pretraining.checkpoint.files import UnreadableError
 from pretraining.checkpoint.folder import CHECKPOINTS, find_checkpoints
-from pretraining.checkpoint.manifest import DTYPES, Checkpoint, is_committed, open_checkpoint
+from pretraining.checkpoint.manifest import DTYPES, Checkpoint, Facts, is_committed, open_checkpoint
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.store import load
 from pretraining.config.errors import UserError
+from pretraining.config.training import TrainConfig
+from pretraining.data.datasets import NO_SEPARATOR
 from pretraining.extensions.files import read_json
 from pretraining.storage import CHECKPOINT_FORMATS, Location, is_remote, location
 
@@ -79,6 +81,14 @@ def open_newest(path: Location, allow_remote: bool = True) -> Checkpoint:
         except (UnreadableError, FileNotFoundError):
             if newest.exists():
                 raise
+
+
+def separator_of(facts: Facts, config: TrainConfig) -> int | None:
+    """Return the id after every document of a run's data, which meta.json may have named: the flags' where the
+    checkpoint does not say. None: rows had no separator, or it is not known."""
+    flag = config.eos_token if config.sep_token is None else config.sep_token
+    separator: int | None = (facts.data or {}).get("order", {}).get("eos_token", flag)
+    return None if separator == NO_SEPARATOR else separator
 
 
 def read_tensors(

@@ -27,7 +27,7 @@ from pretraining.config.training import SETTINGS
 from pretraining.models.llama import Llama
 from pretraining.parallel.accelerator import open_device
 from pretraining.tools.arguments import ArgumentParser, at_least, ends_on_mistakes
-from pretraining.tools.generate import add_checkpoint, open_model, sample
+from pretraining.tools.generate import add_checkpoint, document_borders, open_model, sample
 
 if TYPE_CHECKING:
     from pretraining.extensions.questions.choices import Request
@@ -85,6 +85,7 @@ def evaluate(flags: argparse.Namespace) -> Results:
     model, tokenizer, config = open_model(flags)
     begin_texts(tokenizer, config.bos_token, print)
     scorer = Scorer(model.to(open_device(CONFIGURATION(device=flags.device))), tokenizer, flags.batch_size)
+    scorer.ends = {tokenizer.separator, document_borders(config, tokenizer)[1]}  # as the export's eos_token_id
     results: Results = {}
     for name, task in open_tasks(",".join(files), tokenizer, scorer.longest, model.shape.vocab_size).items():
         scores = iter(scorer.score([request for choices in task.requests for request in choices]))
@@ -104,6 +105,7 @@ class Scorer:
         self.device = next(model.parameters()).device
         self.longest = model.shape.max_position_embeddings  # tokens that the model sees at a time
         self.truncated = 0  # requests of which it did not see the beginning
+        self.ends = {tokenizer.separator}  # ids that end a text
 
     @torch.inference_mode()
     def score(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
@@ -144,7 +146,7 @@ class Scorer:
         added: list[int] = []
         likeliest = sample(self.model, tokens, self.tokenizer.vocab_size, self.longest, lambda row: int(row.argmax()))
         for token in likeliest:
-            if token == self.tokenizer.separator or len(added) == count:
+            if token in self.ends or len(added) == count:
                 break
             added.append(token)
             text = self.tokenizer.decode(added, named=True)

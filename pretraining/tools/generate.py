@@ -28,7 +28,6 @@ from pretraining.config.errors import UserError
 from pretraining.config.script import exit_with
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
-from pretraining.data.datasets import NO_SEPARATOR
 from pretraining.data.origin import check_origin
 from pretraining.data.state import TOKENIZER
 from pretraining.extensions.checkpoints import (
@@ -37,6 +36,7 @@ from pretraining.extensions.checkpoints import (
     open_newest,
     read_tensors,
     refuse_remote,
+    separator_of,
 )
 from pretraining.models.init import build_model
 from pretraining.models.llama import Llama
@@ -123,9 +123,11 @@ def chat_prompt(template: TemplateSource | None, message: str) -> str:
 
 
 def document_borders(config: TrainConfig, tokenizer: Tokenizer) -> tuple[list[int], int | None]:
-    """Return the ids before a document in the run's data, and the id that ends one: the flags', or the tokenizer's."""
-    flag = config.eos_token if config.sep_token is None else config.sep_token
-    end = tokenizer.separator if flag in (None, NO_SEPARATOR) else flag
+    """Return the ids before a document in the run's data, and the id that ends one: the run's, or the tokenizer's.
+
+    config: of `open_model`, whose sep_token is the separator that the run read.
+    """
+    end = tokenizer.separator if config.sep_token is None else config.sep_token
     return [id for id in (end, config.bos_token) if id is not None], end
 
 
@@ -141,7 +143,8 @@ def beyond_context(before: int, added: int, window: int) -> str:
 def open_model(flags: argparse.Namespace) -> tuple[Llama, Tokenizer, TrainConfig]:
     """Return model, tokenizer and configuration of the newest checkpoint of `run_dir`, as the flags ask.
 
-    Raises UserError.
+    The configuration's sep_token is the separator of the run's data; None: they had none, or it is not known. Raises
+    UserError.
     """
     checkpoint = open_newest(flags.run_dir, flags.allow_remote)
     if flags.use_ema:
@@ -150,7 +153,8 @@ def open_model(flags: argparse.Namespace) -> tuple[Llama, Tokenizer, TrainConfig
         checkpoint = with_moving_averages(checkpoint)
     # No rows that only a mesh needs: checkpoints have none of them.
     saved = saved_config(checkpoint.facts.config, CONFIGURATION)
-    config = replace(saved, make_vocab_size_divisible_by=1, tensor_parallel_size=1)
+    separator = separator_of(checkpoint.facts, saved)
+    config = replace(saved, make_vocab_size_divisible_by=1, tensor_parallel_size=1, sep_token=separator)
     if not flags.allow_remote:
         _refuse_remote_inputs(flags, config)
     tokenizer = load_tokenizer(flags.tokenizer_path or config.tokenizer_path, checkpoint)

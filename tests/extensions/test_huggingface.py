@@ -367,6 +367,7 @@ def test_the_end_of_a_document_is_exported_as_the_special_token_that_the_data_ha
     ids, files = export_tokenizer(str(path))
     assert ids["eos_token_id"] == own_tokenizers().open_tokenizer(str(path)).separator == model.token_to_id("<eos>")
     assert json.loads(files["tokenizer_config.json"])["eos_token"] == "<eos>"
+    assert export_tokenizer("", separator=7) == ({"eos_token_id": 7}, {})  # transformers would take 2
 
 
 @pytest.mark.parametrize(("names", "own", "pad"), [

@@ -29,7 +29,16 @@ from pretraining.models.init import build_model
 from pretraining.models.llama import Block
 from pretraining.tools.convert.convert import main as convert
 from pretraining.tools.evaluate import main as evaluate
-from pretraining.tools.generate import decoded, document_borders, load_model, main, sample, sample_token
+from pretraining.tools.generate import (
+    decoded,
+    document_borders,
+    load_model,
+    main,
+    open_model,
+    parse,
+    sample,
+    sample_token,
+)
 from tests.checkpoint.saving import save
 from tests.end_to_end.small import MODEL
 from tests.faults.damage import CONTENTS
@@ -198,19 +207,26 @@ def test_the_newest_checkpoint_speaks_unless_another_is_chosen(run: Path, speak:
 
 
 @pytest.mark.parametrize(
-    ("flags", "before", "end"),
+    ("flags", "read", "before", "end"),
     [
-        ({}, [2], 2),
-        ({"sep_token": -1}, [2], 2),
-        ({"sep_token": 5, "bos_token": 1}, [5, 1], 5),
-        ({"eos_token": 0}, [0], 0),
+        ({}, {}, [2], 2),
+        ({"sep_token": -1}, {"eos_token": None}, [2], 2),
+        ({"sep_token": 5, "bos_token": 1}, {"eos_token": 5}, [5, 1], 5),
+        ({"eos_token": 0}, {}, [0], 0),
+        ({}, {"eos_token": 7}, [7], 7),  # of meta.json: prepare --separator=7
     ],
 )
 def test_a_text_begins_and_ends_as_the_documents_of_the_run_do(
-    run: Path, flags: dict[str, int], before: list[int], end: int
+    run: Path, tmp_path: Path, flags: dict[str, int], read: dict[str, int | None], before: list[int], end: int
 ) -> None:
-    tokenizer = open_tokenizer(str(run / "tokenizer.model"))
-    assert document_borders(CONFIGURATION(**flags), tokenizer) == (before, end)
+    checkpoint = open_checkpoint(run / "checkpoints" / "step_2")
+    facts = replace(checkpoint.facts, config={**checkpoint.facts.config, **flags}, data={"order": read})
+    path = str(save(tmp_path, read_tensors(checkpoint), facts))
+    _, tokenizer, config = open_model(parse([path]))
+    assert document_borders(config, tokenizer) == (before, end)
+    assert convert([path, str(tmp_path / "hf")]) == 0  # transformers ends a text at either
+    ids = json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"]
+    assert ids == (2 if end == 2 else [end, 2])
 
 
 @pytest.mark.parametrize(("words", "added", "note"), [(1, 40, "the text may have "), (40, 1, "the prompt has ")])

@@ -46,7 +46,13 @@ from pretraining.config.errors import UserError
 from pretraining.config.grammar import comma_separated
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
-from pretraining.extensions.checkpoints import ALLOW_REMOTE, open_any_checkpoint, read_tensors, refuse_remote
+from pretraining.extensions.checkpoints import (
+    ALLOW_REMOTE,
+    open_any_checkpoint,
+    read_tensors,
+    refuse_remote,
+    separator_of,
+)
 from pretraining.extensions.huggingface.description import CONFIG, GPT_NEOX
 from pretraining.extensions.huggingface.folder import INDEX, SINGLE, is_huggingface
 from pretraining.extensions.huggingface.gpt_neox import fuse, their_names
@@ -214,7 +220,8 @@ def to_huggingface(
     config = saved_config(checkpoint.facts.config, CONFIGURATION)
     _check_average(checkpoint, config, others)
     names = [name for name in checkpoint.manifest.tensors if is_weight(name)]
-    special_ids, tokenizer = export_tokenizer(tokenizer_path or config.tokenizer_path, config.bos_token)
+    separator = separator_of(checkpoint.facts, config)
+    special_ids, tokenizer = export_tokenizer(tokenizer_path or config.tokenizer_path, config.bos_token, separator)
     adapter = _adapter_of(checkpoint)
     if adapter and not adapter.is_merged and config.norm_type == "layernorm":  # GPT-NeoX's names differ: gpt_neox.py
         remedy = "--lora_load_path reads them, and for PEFT train with --lora_save_mode=merged"

@@ -25,14 +25,17 @@ FAST = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spa
 PADDING = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>")
 
 
-def export_tokenizer(path: str, bos_token: int | None = None) -> tuple[dict[str, Any], dict[str, bytes]]:
+def export_tokenizer(
+    path: str, bos_token: int | None = None, separator: int | None = None
+) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return the special ids of the tokenizer at `path` for config.json, and its files by name; "": none.
 
-    bos_token: the run's, which the exported tokenizer puts before a text as `begin_texts` does.
+    bos_token: the run's, which the exported tokenizer puts before a text as `begin_texts` does. separator: that of the
+    run's data, which ends a text, too; None: the tokenizer's own.
     """
     if not path:
         print("no tokenizer in the checkpoint's configuration: add one with --tokenizer_path=FILE", file=sys.stderr)
-        return {}, {}
+        return {} if separator is None else {"eos_token_id": separator}, {}
     file = location(path)
     if not file.is_file():
         raise UserError(f"--tokenizer_path={path}: no such file; give the tokenizer of the run's data")
@@ -40,13 +43,14 @@ def export_tokenizer(path: str, bos_token: int | None = None) -> tuple[dict[str,
     files = {"tokenizer.json" if is_json else "tokenizer.model": file.read_bytes()}
     own, usage = _tokenizer_json(file) if is_json else _sentencepiece(file, files)
     ids: dict[str, Any] = {**own}
+    ends = [separator, own.get("eos")]
     if template := find_template("", path, {}):
         usage |= {**template.special, "chat_template": template.text}
         from pretraining.extensions.tokenizers.tokenizer import open_tokenizer
 
-        end = end_of_turn(template, open_tokenizer(path).find_token)
-        if end not in (None, ids.get("eos")):  # transformers ends a text at either
-            ids["eos"] = [ids["eos"], end] if "eos" in ids else end
+        ends.append(end_of_turn(template, open_tokenizer(path).find_token))
+    if known := list(dict.fromkeys(id for id in ends if id is not None)):
+        ids["eos"] = known if len(known) > 1 else known[0]  # transformers ends a text at any of them
     if bos_token is not None:
         from pretraining.extensions.tokenizers.tokenizer import begin_texts, open_tokenizer
 
