@@ -87,6 +87,12 @@ if TYPE_CHECKING:
 CHOICES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_SIZE = 5_000_000_000  # bytes of one file, transformers' default before version 5
 ADAPTER = "lora_adapter"  # folder next to the base model
+# Flags that some conversions do not read, and their defaults
+OPTIONS = {
+    **dict.fromkeys(("tokenizer_path", "average_with", "import_config", "hw_backend", "model_config_path"), ""),
+    **dict.fromkeys(("neox_gqa", "neox_gated_ffn"), ""),
+    **{"use_ema": False, "vocab_size": 0, "shard_size": SHARD_SIZE},
+}
 ALONE = Peers(together=False)
 
 
@@ -130,19 +136,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_flags(flags: argparse.Namespace, layout: TrainerFolders | None) -> None:
-    """Raise UserError for a flag that has no meaning for this source. layout: of another trainer's folder."""
-    if (flags.average_with or flags.use_ema) and (layout or is_huggingface(flags.source)):
-        raise UserError(f"{flags.source}: --average_with and --use_ema take checkpoints of this recipe")
-    if flags.import_config and not layout:
-        raise UserError(f"--import_config: {flags.source} is no checkpoint of GPT-NeoX, NxD Training or NeMo")
-    if flags.export_config and (layout or is_huggingface(flags.source)):
+    """Raise UserError for a flag that this conversion does not read. layout: of another trainer's folder."""
+    is_theirs = layout or is_huggingface(flags.source)
+    if flags.export_config and is_theirs:
         raise UserError(f"--export_config: {flags.source} is no checkpoint of this recipe; convert it to one first")
     if flags.export_config and flags.tokenizer_path:
         raise UserError("--tokenizer_path: the file of --export_config names the tokenizer; leave it out")
-    if flags.hw_backend and not flags.export_config:
-        raise UserError(f"--hw_backend={flags.hw_backend}: needs --export_config")
-    if flags.vocab_size < 0 or (flags.vocab_size and not (flags.export_config or layout)):
-        raise UserError(f"--vocab_size={flags.vocab_size}: a number from 1, with --import_config or --export_config")
+    if flags.vocab_size < 0:
+        raise UserError(f"--vocab_size={flags.vocab_size}: a number from 1")
+    if layout:
+        kind = f"a checkpoint of {layout.title}"
+        read = ["vocab_size", *(("import_config", "model_config_path") if layout is not LAYOUTS[0] else ())]
+        read += ["neox_gqa", "neox_gated_ffn"] if layout.title == "GPT-NeoX" else []
+    elif is_theirs:
+        kind, read = "safetensors in Hugging Face's format", []
+    elif flags.export_config:
+        kind, read = "--export_config", ["vocab_size", "hw_backend", "model_config_path", "average_with", "use_ema"]
+    else:
+        kind, read = "an export to Hugging Face's format", ["tokenizer_path", "shard_size", "average_with", "use_ema"]
+    given = {name: value for name, default in OPTIONS.items() if (value := getattr(flags, name)) != default}
+    if idle := [f"--{name}={value}" for name, value in given.items() if name not in read]:
+        raise UserError(f"{idle[0]}: does nothing for {kind}; leave it out")
 
 
 def _print_note(note: str) -> None:

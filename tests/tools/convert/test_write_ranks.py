@@ -400,6 +400,39 @@ def test_what_their_files_cannot_hold_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("source", "flags", "read"),
+    [
+        (
+            "ours",
+            ["tokenizer_path=gone", "average_with=x", "use_ema", "shard_size=7"],
+            "an export to Hugging Face's format",
+        ),
+        ("hf", [], "safetensors in Hugging Face's format"),
+        ("pytorch_model.bin", ["vocab_size=9"], "a checkpoint of Hugging Face"),
+        ("mp_rank_00_model_states.pt", ["vocab_size=9", "import_config=x", "neox_gqa=head", "neox_gated_ffn=head",
+                                        "model_config_path=x"], "a checkpoint of GPT-NeoX"),
+        ("dp_rank_00_tp_rank_00_pp_rank_00.pt", ["vocab_size=9", "import_config=x", "model_config_path=x"],
+         "a checkpoint of NxD Training"),
+    ],
+)  # fmt: skip
+def test_a_flag_that_a_conversion_does_not_read_is_refused(
+    source: str, flags: list[str], read: str, ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    every = ["tokenizer_path=gone", "average_with=x", "use_ema", "hw_backend=trn1", "vocab_size=9", "shard_size=7",
+             "neox_gqa=head", "neox_gated_ffn=head", "model_config_path=x", "import_config=x"]  # fmt: skip
+    folders = {"ours": ours, "hf": ours.parent / "hf"}
+    folder = folders.get(source, tmp_path / "pickles")
+    if source not in folders:
+        folder.mkdir()
+        (folder / source).touch()
+    for flag in set(every) - set(flags):
+        assert main([str(folder), str(tmp_path / "target"), f"--{flag}"]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"--{flag.partition('=')[0]}=") and f"does nothing for {read}" in error
+        assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"attention_bias": True}, "has no tensor for model.layers.0.self_attn.k_proj.bias, model.layers.0.self_"),
