@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 HARNESS = "lm_eval==0.4.13"
 OWN = ".jsonl"
+OF_HARNESS = ("num_fewshot", "limit", "include_path")  # flags that questions of one's own do not read
 NO_CONTEXT = "the tokenizer has no token for a context of a task, such as one of spaces: leave the question out"
 Results = dict[str, dict[str, float]]  # task -> metric -> value
 
@@ -59,7 +60,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = ArgumentParser(prog="python -m pretraining.tools.evaluate", allow_abbrev=False)
     parser.add_argument("--tasks", required=True, help="files *.jsonl and tasks of the harness, comma-separated")
-    parser.add_argument("--num_fewshot", type=int, help="examples before each question (default: the task's)")
+    parser.add_argument(
+        "--num_fewshot", type=int, help="examples before a question of the harness (default: the task's)"
+    )
     parser.add_argument("--limit", type=at_least(1), help="questions of each task of the harness (default: all)")
     parser.add_argument("--include_path", help="folder with tasks of the harness of one's own, YAML")
     parser.add_argument("--batch_size", type=at_least(1), default=8, help="sequences at a time")
@@ -80,6 +83,9 @@ def evaluate(flags: argparse.Namespace) -> Results:
         )
     files = [name for name in names if name.endswith(OWN)]
     others = [name for name in names if not name.endswith(OWN)]
+    given = [f"--{name}={value}" for name in OF_HARNESS if (value := getattr(flags, name)) is not None]
+    if given and not others:
+        raise UserError(f"{given[0]}: is for tasks of the harness, and --tasks names none; leave it out")
     if others:
         import_harness(others)
     model, tokenizer, config = open_model(flags)

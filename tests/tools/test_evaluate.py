@@ -319,6 +319,9 @@ def test_what_is_missing_is_named(
     assert "gone.jsonl: no such file" in capsys.readouterr().err
     assert main([str(folder), "--tasks="]) == 2
     assert "--tasks=: names no task; give files" in capsys.readouterr().err
+    for flag in ("--num_fewshot=5", "--limit=1", "--include_path=gone"):
+        assert main([str(folder), f"--tasks={folder}/own.jsonl", flag]) == 2
+        assert f"{flag}: is for tasks of the harness, and --tasks names none" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "lm_eval", None)  # as if it were not installed
     assert main([str(folder), "--tasks=hellaswag"]) == 2
     message = capsys.readouterr().err
