@@ -18,14 +18,13 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.data.hashing import short_hash
 from pretraining.data.index import ShardIndex, TokenShard, index_folder, last_tokens, open_indexes
-from pretraining.data.layouts import read_dataset_json, split_folders
+from pretraining.data.layouts import DESCRIPTION, read_dataset_json, split_folders
 from pretraining.data.origin import check_origin
 from pretraining.data.stores.find import find_datasets, find_shards, shard_formats
 from pretraining.storage import Location, is_remote, location
 
 SPLITS = ("train", "valid", "test")
 TOKENS = "tokens"  # column that prepare.py writes, and default of --col_name
-DESCRIPTION = "meta.json"  # what prepare.py writes next to the shards
 DEFAULT_SEPARATOR = 1  # fms-fsdp's sep_token
 NO_SEPARATOR = -1  # value of --sep_token
 _SAMPLED_ENDINGS, _FEWEST_ENDINGS = 256, 8  # documents whose last token is read; fewer are no evidence
@@ -130,10 +129,7 @@ def _open(config: TrainConfig, folder: Location, name: str, split: str, shares: 
         description = {name: value for name, value in description.items() if name not in ("tokens", "blocks")}
     _check_description(folder, description, shards, model_shape(config).vocab_size)
     _check_labels(config, folder, description, shards)
-    first, last = 0, total
-    if shares:
-        edges = split_edges(shares, total)
-        first, last = edges[SPLITS.index(split)], edges[SPLITS.index(split) + 1]
+    first, last = split_edges(shares, total)[SPLITS.index(split) :][:2] if shares else (0, total)
     if split == "train" and config.max_samples is not None:
         last = min(last, first + config.max_samples)
     return Dataset(name, folder, shards, range(first, last), short_hash(*parts), description)

@@ -14,6 +14,7 @@ from pretraining.storage import Location
 PLAN = "plan.json"  # what prepare.py writes into its output first
 RECORDS = ".parts"  # its folder of one record per finished shard
 FLAGS = "flags.txt"  # what it writes last
+DESCRIPTION = "meta.json"  # what it writes next to the shards
 DATASET_DICT = "dataset_dict.json"  # what DatasetDict.save_to_disk writes next to the folders of its splits
 DATASET_STATE = "state.json"  # what Dataset.save_to_disk writes next to its shards
 # Split -> the folders it may have; the first one that exists is taken. "valid" is prepare.py's.

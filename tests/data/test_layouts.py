@@ -67,6 +67,18 @@ def test_every_split_of_a_dataset_dict_is_taken_from_its_own_folder(tmp_path: Pa
         assert tokens <= {token for document in SPLITS[name] for token in document} and len(tokens) > 350
 
 
+@pytest.mark.parametrize("left", ["meta.json", "train/meta.json", "plan.json"])
+def test_a_dataset_of_a_mixture_whose_shards_are_gone_is_not_left_out(tmp_path: Path, left: str) -> None:
+    corpora.write_lists(tmp_path / "web" / "x", SPLITS["train"])
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "a.txt").touch()
+    assert len(tokens_of(tmp_path)) > 350
+    (path := tmp_path / "books" / left).parent.mkdir(parents=True)
+    path.write_text(json.dumps({"shards": {"part-00000.arrow": ""}}))
+    with pytest.raises(UserError, match=f"^{tmp_path}/books: no shards of --file_type=auto"):
+        open_stream(settings(tmp_path))
+
+
 def test_a_dataset_dict_without_a_train_split_asks_for_one(tmp_path: Path) -> None:
     save_dict(tmp_path / "data")
     (tmp_path / "data" / "dataset_dict.json").write_text('{"splits": ["validation", "test"]}')

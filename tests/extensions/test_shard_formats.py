@@ -228,6 +228,15 @@ def test_splits_that_are_told_apart_are_not_refused(tmp_path: Path) -> None:
     for name in ("data-00000-of-00001.arrow", "cache-0123456789abcdef.arrow"):
         (tmp_path / "train" / name).touch()
     check_splits(CONFIGURATION(data_path=str(tmp_path)))
+    web = tmp_path.rename(tmp_path.with_name("mixture")) / "web"  # of which each dataset takes its own split
+    web.mkdir()
+    for path in [path for path in web.parent.iterdir() if path != web]:
+        path.rename(web / path.name)
+    for datasets in ("", "web"):
+        check_splits(CONFIGURATION(data_path=str(web.parent), datasets=datasets))
+    (web.parent / "x.arrow").touch()  # next to which all shards are one dataset
+    with pytest.raises(UserError, match="are of different splits"):
+        check_splits(CONFIGURATION(data_path=str(web.parent)))
 
 
 def test_hugging_face_s_cache_of_a_map_is_named_at_the_start(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
 
 from pretraining.config.errors import UserError
-from pretraining.data.layouts import DATASET_STATE, read_dataset_json
+from pretraining.data.layouts import DATASET_STATE, DESCRIPTION, PLAN, read_dataset_json
 from pretraining.data.stores import MAGIC, STREAM_MAGIC
 from pretraining.data.stores.arrow import index_arrow
 from pretraining.storage import SHARD_FORMATS, Location, ShardFormat, size_of, store_of
@@ -45,8 +45,13 @@ def find_datasets(root: Location, names: str) -> list[str]:
     if any(_format(path) for path in paths if path.is_file()):
         return [""]
     _refuse_links(path for path in paths if not path.is_dir())
-    folders = sorted(path.name for path in paths if path.is_dir())
-    return [name for name in folders if find_shards(root / name, "auto")] or [""]
+    folders = [path for path in sorted(paths) if path.is_dir()]
+    return [path.name for path in folders if find_shards(path, "auto") or _is_described(path)] or [""]
+
+
+def _is_described(folder: Location) -> bool:
+    """Whether a folder without shards should have some: prepare wrote into it."""
+    return any(path.name in (DESCRIPTION, PLAN) for path in folder.rglob("*"))
 
 
 def _refuse_links(paths: Iterable[object]) -> None:

@@ -37,20 +37,28 @@ def check_splits(config: TrainConfig) -> None:
 
 def _datasets(root: Path, names: str) -> Iterator[Path]:
     """Yield the folders of which all shards are read."""
-    layout = None
+    for folder in [root / name for name in comma_separated(names)] or [root]:
+        yield from [folder / split for split in _splits(folder)] or [folder]
+
+
+def _splits(folder: Path) -> list[str]:
+    """Return the folders of the splits that a folder holds; none if it is no prepared folder and no DatasetDict."""
     with suppress(UserError):  # which opening the data raises, too
-        layout = None if names else split_folders(root)
-    if layout:
-        yield from (Path(str(folder)) for folder in layout.folders.values())
-    else:
-        yield from [root / name for name in comma_separated(names)] or [root]
+        if layout := split_folders(folder):
+            return [split.name for split in layout.folders.values()]
+    return []
 
 
 def _check_folders(root: Path, flag: str) -> None:
+    is_mixture = False
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if not name.startswith((".", "_")))
         shards = sorted(name for name in files if name.endswith(ENDINGS) and not name.startswith((".", "_")))
-        _check_names(f"--{flag}={folder}", folders)
+        is_mixture = not shards if folder == str(root) else is_mixture
+        if is_mixture and Path(folder).parent == root and (splits := _splits(Path(folder))):
+            folders[:] = splits  # a dataset of a mixture, which takes one of them
+        else:
+            _check_names(f"--{flag}={folder}", folders)
         if DATASET_STATE not in files:  # which lists those to read
             _check_names(f"--{flag}={folder}", shards)
             _check_caches(f"--{flag}={folder}", [name for name in shards if name.endswith(".arrow")])

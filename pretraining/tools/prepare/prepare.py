@@ -32,10 +32,10 @@ from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 from main_training import EXTENSIONS
 from pretraining.config.errors import UserError, counted
-from pretraining.data.datasets import DESCRIPTION, NO_SEPARATOR
+from pretraining.data.datasets import NO_SEPARATOR
 from pretraining.data.files import file_hash
 from pretraining.data.hashing import key_of, short_hash
-from pretraining.data.layouts import FLAGS, PLAN, RECORDS, read_dataset_json
+from pretraining.data.layouts import DESCRIPTION, FLAGS, PLAN, RECORDS, read_dataset_json
 from pretraining.extensions.files import write_atomically
 from pretraining.extensions.tokenizers.tokenizer import Tokenizer, open_tokenizer, train
 from pretraining.storage import FolderLock, Location, is_remote, location, use_files_of
