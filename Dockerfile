@@ -3,7 +3,8 @@
 #     docker build -t pretraining .                             # CPU build of torch, about 1.5 GB
 #     docker build -t pretraining --build-arg DEVICE=cuda .     # CUDA build, about 7 GB
 #     docker run --rm pretraining --num_steps=20                # the arguments of scripts/train.sh
-#     docker run --rm --gpus=all --shm-size=8g --volume=/data:/data pretraining --data_path=/data/tokens
+#     docker run --rm --gpus=all --shm-size=8g --volume=/data:/data pretraining --data_path=/data/tokens \
+#         --log_dir=/data/runs/first   # without it a run is in the container, and --rm removes it with its checkpoints
 ARG PYTHON=3.12
 
 FROM python:${PYTHON}-slim AS packages

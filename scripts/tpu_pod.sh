@@ -57,12 +57,20 @@ wait_for() {
     done
 }
 
+# The files that git tracks as they are here, committed or not, and new ones in pretraining/ and scripts/
 copy() {
-    local archive
+    local archive others
     archive=$(mktemp --suffix=.tar.gz)
-    git archive --format=tar.gz --output="$archive" HEAD
+    cd "$(dirname "${BASH_SOURCE[0]}")/.."
+    export GIT_INDEX_FILE=$archive.index
+    git read-tree HEAD
+    git add --update
+    git add --all pretraining scripts
+    git archive --format=tar.gz --output="$archive" "$(git write-tree)"
+    others=$(git ls-files --others --exclude-standard --directory)
+    [[ -z $others ]] || echo "not copied, because git does not track it: ${others//$'\n'/, }" >&2
     gcloud compute tpus tpu-vm scp "$archive" "$1:checkout.tar.gz" --worker=all "${where[@]}"
-    rm "$archive"
+    rm "$archive" "$archive.index"
     on_every_host "$1" "mkdir -p $folder && tar -xzf checkout.tar.gz -C $folder"
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -22,8 +23,8 @@ TOOLS = {
     "scontrol": '[ "$1" != show ] || { echo first; sleep 0.2; echo second; }',  # not all at once, as a slow one
     "srun": "exit ${CODE:-0}",
     "squeue": '[ -n "${ENDS:-}" ] && date --date="@$ENDS" +%FT%T || echo "${ANSWER-NONE}"',
-    "gcloud": 'case "$*" in *describe*) [ -f ready ] && echo ACTIVE || { touch ready; echo PROVISIONING; } ;; esac',
-    "git": "touch archive",
+    "gcloud": 'case "$*" in *describe*) [ -f ready ] && echo ACTIVE || { touch ready; echo PROVISIONING; } ;; '
+    '*" scp "*) tar -xzf "$5" --one-top-level=copied ;; esac',
 }
 
 
@@ -103,18 +104,41 @@ def test_each_job_of_an_array_prepares_its_part(tmp_path: Path, variables: dict[
 
 
 def test_a_slice_of_tpus_is_created_waited_for_filled_used_and_deleted(tmp_path: Path) -> None:
-    script = str(ROOT / "scripts" / "tpu_pod.sh")
+    script = str(tmp_path / "scripts" / "tpu_pod.sh")
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "tpu_pod.sh", script)
+    for name in ("edited", "gone"):
+        (tmp_path / name).write_text("before")
+    commands = (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a"])
+    for words in commands:
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    (tmp_path / "edited").write_text("after")
+    (tmp_path / "gone").unlink()
+    for new in (tmp_path / "pretraining" / "new", tmp_path / "text" / "a.txt"):
+        new.parent.mkdir()
+        new.touch()
+    (tmp_path / "scripts" / ".gitignore").write_text("ignored\n")
+    (tmp_path / "scripts" / "ignored").touch()
     variables = {"ZONE": "us-east5-b", "TYPE": "v6e-16", "VERSION": "v2", "PROJECT": "mine", "WAIT_SECONDS": "0"}
     where = ["--zone=us-east5-b", "--project=mine"]
     for action in ("create", "wait", "copy", "delete"):
         done, calls = call(tmp_path, script, action, "slice", SPOT="yes", **variables)
         assert done.returncode == 0, done.stderr
+        assert ("not copied, because git does not track it:" in done.stderr and "text/" in done.stderr) == (
+            action == "copy"
+        )
     resources = ["gcloud", "compute", "tpus", "queued-resources"]
     create = ["--node-id=slice", "--accelerator-type=v6e-16", "--runtime-version=v2", "--spot"]
     assert calls[0] == [*resources, "create", "slice", *create, *where]
     assert [words[4] for words in calls if words[:4] == resources] == ["create", "describe", "describe", "delete"]
     (copied,) = (words for words in calls if "scp" in words)
     assert copied[6] == "slice:checkout.tar.gz" and "--worker=all" in copied
+    there = tmp_path / "copied"  # this checkout as it is, not as it was committed
+    assert (there / "edited").read_text() == "after" and (there / "pretraining" / "new").exists()
+    assert sorted(path.name for path in there.iterdir()) == ["edited", "pretraining", "scripts"]
+    assert not (there / "scripts" / "ignored").exists()
+    status = subprocess.run(["git", "-C", str(tmp_path), "diff", "--cached", "--quiet"], check=False)
+    assert status.returncode == 0  # nothing is staged
     _, calls = call(tmp_path, script, "train", "slice", "--data_path=gs://b/t", "--run_name=a b", **variables)
     command = next(word for word in calls[-1] if word.startswith("--command="))
     *_, started = command.removeprefix("--command=").split(" && ")
