@@ -27,7 +27,7 @@ SPLITS = ("train", "valid", "test")
 TOKENS = "tokens"  # column that prepare.py writes, and default of --col_name
 DEFAULT_SEPARATOR = 1  # fms-fsdp's sep_token
 NO_SEPARATOR = -1  # value of --sep_token
-_SAMPLED_ENDINGS, _FEWEST_ENDINGS = 256, 8  # documents whose last token is read; fewer are no evidence
+_SAMPLED_ENDINGS, _FEWEST_ENDINGS = 256, 8  # documents of the first shards; fewer are no evidence
 
 
 class SplitSource(NamedTuple):
@@ -216,7 +216,8 @@ def _check_endings(dataset: Dataset, separator: int, is_set: bool) -> None:
 
     is_set: whether a flag chose the separator.
     """
-    endings = last_tokens(dataset.shards[0], _SAMPLED_ENDINGS)
+    shards = [shard for shard in dataset.shards if shard.nonempty][:_FEWEST_ENDINGS]
+    endings = np.array([token for shard in shards for token in last_tokens(shard, _SAMPLED_ENDINGS // len(shards))])
     tokens, counts = np.unique(endings, return_counts=True)
     if len(endings) < _FEWEST_ENDINGS or counts.max() < 0.9 * len(endings):
         return

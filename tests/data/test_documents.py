@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pretraining.config.errors import UserError
 from pretraining.data import IGNORED, open_stream
-from tests.data.corpora import SEPARATOR, corpus, notes_on, numbered, rows, settings, write_flat
+from tests.data.corpora import SEPARATOR, corpus, notes_on, numbered, rows, settings, write_flat, write_lists
 
 EOS, BOS, BOL, EOL = 900_001, 900_002, 900_003, 900_004
 
@@ -120,11 +120,15 @@ def test_eod_mask_loss_leaves_out_what_follows_a_separator_and_nothing_else(tmp_
         assert np.array_equal(got["labels"], np.where(want["tokens"] == EOS, IGNORED, want["labels"]))
 
 
+@pytest.mark.parametrize("first", [[], [[5, 1]] * 3])  # documents of the first shard: too few for evidence
 @pytest.mark.parametrize("flags", [{}, {"sep_token": 1}, {"eos_token": 1}])
-def test_a_separator_that_the_documents_have_already_is_not_repeated(flags: dict[str, int], tmp_path: Path) -> None:
+def test_a_separator_that_the_documents_have_already_is_not_repeated(
+    flags: dict[str, int], first: list[list[int]], tmp_path: Path
+) -> None:
     """Megatron's --append-eod, with the id that separates documents here."""
-    documents = [[*document, 1] for document in numbered([5, 30, 7] * 20)]
-    corpus(tmp_path / "data", documents)
+    documents = [*first, *([*document, 1] for document in numbered([5, 30, 7] * 20))]
+    write_lists(tmp_path / "data" / "a", first)
+    write_lists(tmp_path / "data" / "b", documents[len(first) :])
     with pytest.raises(UserError, match=r"end with id 1, the separator, .*--strip_tokens=1"):
         open_stream(settings(tmp_path / "data", **flags))
     stream = open_stream(settings(tmp_path / "data", strip_tokens="1", **flags))
