@@ -45,14 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print a line for each metric of each task. Returns exit code 2 on a mistake of the user."""
     flags = parse(arguments)
     results = evaluate(flags)
+    for task, metrics in results.items():
+        for name, value in metrics.items():
+            print(f"{task}  {name}  {value:.6g}")
     if flags.output:
         try:
             flags.output.write_text(json.dumps(results, indent=2) + "\n")
         except OSError as error:
             raise UserError(f"--output={flags.output}: cannot be written: {error.strerror}") from error
-    for task, metrics in results.items():
-        for name, value in metrics.items():
-            print(f"{task}  {name}  {value:.6g}")
     return 0
 
 

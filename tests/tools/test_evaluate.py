@@ -322,6 +322,9 @@ def test_what_is_missing_is_named(
     for flag in ("--num_fewshot=5", "--limit=1", "--include_path=gone"):
         assert main([str(folder), f"--tasks={folder}/own.jsonl", flag]) == 2
         assert f"{flag}: is for tasks of the harness, and --tasks names none" in capsys.readouterr().err
+    assert main([str(folder), f"--tasks={folder}/own.jsonl", f"--output={folder}/gone/x"]) == 2
+    printed = capsys.readouterr()  # what was computed is not lost
+    assert "own  acc  0." in printed.out and "gone/x: cannot be written: No such file" in printed.err
     monkeypatch.setitem(sys.modules, "lm_eval", None)  # as if it were not installed
     assert main([str(folder), "--tasks=hellaswag"]) == 2
     message = capsys.readouterr().err
