@@ -269,6 +269,33 @@ def _naming(path: str) -> Iterator[None]:
         raise unreachable(path, error) from error
 
 
+class XzReader(io.RawIOBase):
+    """What a file of xz streams holds. lzma.open takes whatever is no stream behind the first one for the end."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._decoder = file, lzma.LZMADecompressor()
+
+    def readable(self) -> bool:  # what io.RawIOBase declares
+        return True
+
+    def readinto(self, target: Any) -> int:
+        """Raises LZMAError for what is no stream, and EOFError where one is not complete."""
+        data = b""
+        while not data:
+            raw = b""
+            if self._decoder.eof:
+                raw = self._decoder.unused_data
+                while not (raw := raw.lstrip(b"\0")):  # padding between streams
+                    if not (raw := self._file.read(1 << 16)):
+                        return 0
+                self._decoder = lzma.LZMADecompressor()
+            elif self._decoder.needs_input and not (raw := self._file.read(1 << 16)):
+                raise EOFError("it ends within a stream")
+            data = self._decoder.decompress(raw, len(target))
+        target[: len(data)] = data
+        return len(data)
+
+
 @contextmanager
 def _open(path: str) -> Iterator[IO[bytes]]:
     """Open a file for reading; decompress it if its ending says so. UserError where reading it fails."""
@@ -279,7 +306,7 @@ def _open(path: str) -> Iterator[IO[bytes]]:
             yield raw
             return
         if compression == "xz":
-            with lzma.open(raw) as lines:
+            with io.BufferedReader(XzReader(raw), 1 << 20) as lines:
                 yield lines
             return
         import pyarrow as pa

@@ -479,6 +479,7 @@ UNREADABLE = {
     "half.txt.bz2": (bz2.compress(os.urandom(1000).hex().encode())[:500], "truncated or damaged"),
     "half.txt.xz": (lzma.compress(os.urandom(1000).hex().encode())[:500], "truncated or damaged"),
     "no.txt.xz": (b"text", "truncated or damaged"),
+    "second.txt.xz": (lzma.compress(b"a") + lzma.compress(b"b")[1:], "truncated or damaged"),
     "half.jsonl.gz": (gzip.compress(b"{}" * 999, mtime=0)[:-9], "cannot be read, it is truncated or damaged"),
     "e.parquet": (b"PAR1 not really", "not a complete Parquet file"),
     "half.txt.gz": (gzip.compress(os.urandom(1000).hex().encode())[:500], "truncated or damaged"),
