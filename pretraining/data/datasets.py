@@ -200,8 +200,8 @@ def special_tokens(config: TrainConfig, datasets: list[Dataset]) -> SpecialToken
         listing = ", ".join(f"{folder} was prepared with separator {token}" for folder, token in prepared.items())
         given = "" if flag is None else f"{name}={flag}, but "
         raise UserError(f"{given}{listing}: leave the flag out, or prepare the data again with one separator")
-    is_set = bool(separators)
-    separator = separators.pop() if is_set else DEFAULT_SEPARATOR
+    is_set = flag is not None
+    separator = separators.pop() if separators else DEFAULT_SEPARATOR
     for dataset in datasets:
         is_known = is_set and is_remote(dataset.folder)  # whose documents are not read twice for a check
         if str(dataset.folder) not in prepared and not is_known:

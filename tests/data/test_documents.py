@@ -136,9 +136,15 @@ def test_a_separator_that_the_documents_have_already_is_not_repeated(
 
 
 def test_a_separator_that_the_documents_contradict_is_asked_for(tmp_path: Path) -> None:
-    corpus(tmp_path / "data", [[*document, EOS] for document in numbered([5, 30, 1] * 20)])
-    with pytest.raises(UserError, match=f"end with id {EOS}, .*--sep_token={EOS} --strip_tokens={EOS}"):
-        open_stream(settings(tmp_path / "data"))
+    documents = [[*document, EOS] for document in numbered([5, 30, 1] * 20)]
+    corpus(tmp_path / "data", documents)
+    write_lists(tmp_path / "mixture" / "a" / "x", documents)  # the other's meta.json says nothing about this one
+    write_lists(tmp_path / "mixture" / "b" / "x", numbered([5] * 20))
+    (tmp_path / "mixture" / "b" / "meta.json").write_text('{"separator": 1}')
+    for name in ("data", "mixture"):
+        with pytest.raises(UserError, match=f"end with id {EOS}, .*--sep_token={EOS} --strip_tokens={EOS}"):
+            open_stream(settings(tmp_path / name))
+    open_stream(settings(tmp_path / "mixture", sep_token=1))
     given = (("sep_token", EOS, str(EOS), 1), ("sep_token", 1, "", 2), ("eos_token", 1, "", 2))
     for name, token, strip, separators in given:
         stream = open_stream(settings(tmp_path / "data", **{name: token, "strip_tokens": strip}))
