@@ -243,6 +243,15 @@ def test_the_average_of_checkpoints_is_the_mean_of_each_weight(
         expected = torch.stack([each[name].double() for each in weights]).mean(0)
         assert torch.allclose(tensor.double(), expected, atol=1e-6)
     assert not torch.equal(mean["model.embed_tokens.weight"], weights[0]["model.embed_tokens.weight"])
+    facts = open_checkpoint(steps[0]).facts  # of checkpoints in bf16 the mean is rounded to --dtype alone
+    halves = [
+        save(tmp_path / f"half{number}", each, facts, dtype=torch.bfloat16) for number, each in enumerate(weights)
+    ]
+    words = [f"{tmp_path}/fine", f"--average_with={halves[1]},{halves[2]}", "--dtype=fp32"]
+    assert main([str(halves[0]), *words]) == 0
+    for name, tensor in load_file(tmp_path / "fine" / "model.safetensors").items():
+        expected = torch.stack([each[name].bfloat16().double() for each in weights]).mean(0)
+        assert torch.allclose(tensor.double(), expected, rtol=1e-6)
     larger = saved(tmp_path / "larger", num_layers=3)
     assert main([str(steps[0]), f"{tmp_path}/other", f"--average_with={larger}"]) == 2
     assert f"{larger} has another model.layers.2" in capsys.readouterr().err

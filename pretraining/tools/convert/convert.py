@@ -388,12 +388,11 @@ def _check_average(checkpoint: Checkpoint, config: TrainConfig, others: Sequence
 
 
 def _mean(checkpoints: Sequence[Checkpoint], name: str) -> Tensor:
-    """Return the mean of one exported tensor, summed in fp32."""
-    first = _exported_tensor(checkpoints[0], name)
-    total = first.float()
+    """Return one exported tensor; the mean of several is in fp32, whose dtype is changed when it is written."""
+    total = _exported_tensor(checkpoints[0], name)
     for checkpoint in checkpoints[1:]:
-        total = total + _exported_tensor(checkpoint, name).float()
-    return (total / len(checkpoints)).to(first.dtype)
+        total = total.float() + _exported_tensor(checkpoint, name).float()
+    return total / len(checkpoints) if len(checkpoints) > 1 else total
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
