@@ -192,10 +192,11 @@ def test_muon_is_torch_s_own_at_the_same_scale(tall: bool) -> None:
     torch.testing.assert_close(got[0], reference([weight], gradients)[0], rtol=0.02, atol=0.002)
 
 
-def test_muon_s_update_is_nearly_orthogonal() -> None:
-    weights, gradients = [torch.zeros(6, 24)], [[torch.randn(6, 24, generator=torch.Generator().manual_seed(2))]]
-    fields = {"learning_rate": 1.0, "weight_decay": 0.0, "mixed_precision": False}
-    (moved,) = ours(weights, gradients, optimizer="muon", **fields)
+@pytest.mark.parametrize(("precision", "size"), [("fp32", 1.0), ("mixed_bf16", 1e-7), ("fp16", 1e-7)])
+def test_muon_s_update_is_nearly_orthogonal_for_gradients_of_any_size(precision: str, size: float) -> None:
+    gradient = size * torch.randn(6, 24, generator=torch.Generator().manual_seed(2))
+    fields = {"learning_rate": 1.0, "weight_decay": 0.0, "precision": precision, "mixed_precision": precision != "fp32"}
+    (moved,) = ours([torch.zeros(6, 24)], [[gradient]], optimizer="muon", **fields)
     singular = torch.linalg.svdvals(moved / (0.2 * math.sqrt(24)))
     assert float(singular.min()) > 0.6 and float(singular.max()) < 1.3
 

@@ -19,7 +19,7 @@ from pretraining.config.variants import model_shape, padded_vocabulary
 from pretraining.extensions.optimizers.settings import OptimizersConfig
 from pretraining.extensions.projections import is_hidden_matrix
 from pretraining.models.init import VOCABULARIES
-from pretraining.optim.precision import precision_of
+from pretraining.optim.precision import BF16, FP32, precision_of
 from pretraining.optim.rules import (
     Adam,
     Moments,
@@ -393,7 +393,8 @@ def rule_of(config: OptimizersConfig, name: str) -> UpdateRule | None:
     """Return the rule of the parameter of this name; None: one of the core's optimizers is chosen."""
     chosen = config.hyperparameters
     if config.optimizer == "muon":
-        return _muon(chosen.arguments, name, precision_of(config).compute)
+        # Not in fp16, which has neither the squares of gradients nor most gradients
+        return _muon(chosen.arguments, name, BF16 if precision_of(config).compute == BF16 else FP32)
     if config.optimizer == "rprop":
         return Rprop(**chosen.arguments, first_step=chosen.learning_rate)
     if config.optimizer == "adafactor":
