@@ -77,8 +77,8 @@ FORMS: dict[str, Fields] = {
     # Three key/value heads on two tensor ranks, and two on four
     "three heads": {**THREE_HEADS, "attn_bias": True, "qk_norm": True, "optimizer": "muon", "learning_rate": 1e-2},
     "two heads": {**LORA, "num_kv_heads": 2, "qkv_bias": True},
-    # Two rows on four devices: some have none of them, and no maximum
-    "narrow adapters": {"lora_rank": 2, "lora_init": "gaussian", "optimizer": "sm3", "learning_rate": 1e-2},
+    # Six rows on four devices, 2, 2, 2 and 0 of them: the last one has no maximum
+    "narrow adapters": {"lora_rank": 6, "lora_init": "gaussian", "optimizer": "sm3", "learning_rate": 1e-2},
 }
 STAGES: Fields = {"pipeline_parallel_size": 2}
 INTERLEAVED: Fields = {**STAGES, "virtual_pipeline_size": 2}

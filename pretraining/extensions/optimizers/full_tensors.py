@@ -78,13 +78,21 @@ def as_dtensor(shards: LocalShards, name: str, shard: Tensor, spec: MomentSpec) 
 
 
 def _without_empty_shards(stack: Tensor) -> Tensor:
-    """Return a stack, replicated along dimensions of fewer elements than devices: an empty shard has no maximum."""
+    """Return a stack, replicated along dimensions of which a device would have nothing: an empty shard has no maximum.
+
+    So it is with 2 elements on 4 devices, and with 6: they have 2, 2, 2 and 0.
+    """
     if not isinstance(stack, DTensor):
         return stack
-    placed = [
-        Replicate() if isinstance(each, Shard) and stack.shape[each.dim] < stack.device_mesh.size(number) else each
-        for number, each in enumerate(stack.placements)
-    ]
+    extents, placed = list(stack.shape), list(stack.placements)
+    for number, each in enumerate(stack.placements):
+        if isinstance(each, Shard):
+            devices, extent = stack.device_mesh.size(number), extents[each.dim]
+            width = -(-extent // devices)
+            if width * (devices - 1) < extent:
+                extents[each.dim] = width
+            else:
+                placed[number] = Replicate()
     return stack.redistribute(placements=placed)
 
 
