@@ -31,7 +31,8 @@ class RecentFigures:
         mean = torch.where(is_known, self.state, 0).sum(1) / count.clamp(min=1)
         squares = torch.where(is_known, self.state - mean[:, None], 0).square().sum(1)
         limit = mean + self._deviations * (squares / (count - 1).clamp(min=1)).sqrt()
-        is_ordinary = ~((figures > limit) & (count >= RECENT // 2)).any()
+        is_far = (figures > limit) & torch.isfinite(figures)  # one that is not finite is refused for that reason
+        is_ordinary = ~(is_far & (count >= RECENT // 2)).any()
         self.state.copy_(torch.cat((self.state[:, 1:], figures[:, None]), 1))
         self.outliers += ~is_ordinary
         return is_ordinary
