@@ -9,13 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from main_training import CONFIGURATION
 from pretraining.config.errors import UserError
 from pretraining.extensions.fp8 import linear
-from pretraining.extensions.fp8.linear import E4M3, E5M2, Float8, float8_linear, quantize
+from pretraining.extensions.fp8.linear import E4M3, E5M2, Float8, float8_linear, quantize, use_float8
+from pretraining.models.init import on_meta
+from pretraining.parallel.layout import torch_layout
+from pretraining.parallel.mesh import Mesh
+from pretraining.parallel.torch.tensor import shard_over_tensor_ranks
 from tests.parallel.launch import ALONE, assert_resumed, run_on_torch
+from tests.parallel.toy import TOY
 
 Fields = dict[str, Any]
 # Small, because a CPU takes ten times as long for fp8's products as for bf16's
@@ -95,6 +104,25 @@ def test_a_traced_product_is_the_eager_one() -> None:
         results.append((y, *torch.autograd.grad(y.float().square().sum(), leaves)))
     for eager, other in zip(*results, strict=True):
         assert torch.equal(eager, other)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_the_key_value_heads_that_a_tensor_rank_takes_of_all_are_multiplied_in_float8(heads: int) -> None:
+    fields = {"num_attention_heads": 6, "num_kv_heads": heads, "head_dim": 16, "tensor_parallel_size": 2}
+    config = CONFIGURATION(**{**TOY, **FP8, **fields})
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        model, ranks = on_meta(config), DeviceMesh("cpu", [0, 1])
+        use_float8(model)
+        shard_over_tensor_ranks(model, ranks, torch_layout(config, Mesh(tensor=2)), sequence_parallel=False)
+    finally:
+        dist.destroy_process_group()
+    block: Any = model.model.layers[0]
+    projection, weight, x = block.self_attn.k_proj, torch.randn(heads * 16, 64), torch.randn(2, 16, 64).bfloat16()
+    projection.weight = torch.nn.Parameter(weight)
+    chosen = {1: [0], 3: [1, 2, 2]}[heads]
+    expected = float8_linear(x, torch.cat([weight.chunk(heads)[head] for head in chosen]))
+    assert torch.equal(projection(x), expected)
 
 
 @functools.cache

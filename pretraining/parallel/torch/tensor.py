@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pretraining.models.dropout import DropoutNoise
 from pretraining.models.llama import Linear, Llama
-from pretraining.models.ops import PLAIN_LOSS, LossOptions, linear, loss_and_gradient
+from pretraining.models.ops import PLAIN_LOSS, LossOptions, loss_and_gradient
 from pretraining.parallel.layout import KEYS_AND_VALUES, TorchLayout
 
 COLUMN_PARALLEL_INPUTS, ROW_PARALLEL = ("self_attn", "mlp"), ("self_attn.o_proj", "mlp.down_proj")
@@ -123,7 +123,7 @@ def _some_heads(
         parts = parameter.chunk(count, dim)
         return torch.cat([parts[head] for head in heads], dim)
 
-    y = linear(x, chosen(projection.weight))
+    y = projection.multiply(x, chosen(projection.weight))
     if (added := projection.added(x, noise)) is not None:
         y = y + chosen(added, dim=-1)
     return y if projection.bias is None else y + chosen(projection.bias).to(y.dtype)
