@@ -265,6 +265,19 @@ class Block(Module):
         return attended + dropout(mlp_output, self.dropout, noise, MLP_OUTPUT)
 
 
+class Embedding(nn.Embedding, Module):
+    """A vector for each token, or for each position. is_wide: looked up in fp32.
+
+    Most devices sum the gradients of a token's occurrences in the dtype of the lookup: of 1024 equal ones, bf16 counts
+    256.
+    """
+
+    is_wide = True
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight.float() if self.is_wide else self.weight)
+
+
 class Decoder(nn.Module):
     """Embedding, blocks and final norm, under Hugging Face's names."""
 
@@ -272,10 +285,10 @@ class Decoder(nn.Module):
         super().__init__()
         # from_pretrained: nn.Embedding's own initialization loads 864 modules of torch on the meta device, 1.1 s.
         tokens = torch.empty(rows, shape.hidden_size)
-        self.embed_tokens: nn.Embedding = nn.Embedding.from_pretrained(tokens, freeze=False)
+        self.embed_tokens: Embedding = Embedding.from_pretrained(tokens, freeze=False)
         if config.position_embedding_type == "learned_absolute":
             positions = torch.empty(shape.max_position_embeddings, shape.hidden_size)
-            self.embed_positions: nn.Embedding = nn.Embedding.from_pretrained(positions, freeze=False)
+            self.embed_positions: Embedding = Embedding.from_pretrained(positions, freeze=False)
         self.layers = nn.ModuleList(Block(config, shape) for _ in range(shape.num_layers))
         self.norm = norm_of(config, shape.hidden_size)
         self.positioned, self.dropout = config.position_embedding_type == "learned_absolute", config.hidden_dropout
@@ -283,7 +296,7 @@ class Decoder(nn.Module):
 
     def embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         """[B, T] -> [B, T, D], fp32."""
-        x: Tensor = self.embed_tokens(tokens)
+        x = self.embed_tokens(tokens)
         if self.positioned:
             if positions is None:
                 positions = torch.arange(tokens.shape[1], device=tokens.device)

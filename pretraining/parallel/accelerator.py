@@ -40,6 +40,7 @@ class Accelerator(NamedTuple):
     has_kernel: Callable[[torch.dtype, int], bool] = lambda dtype, width: True  # for q of this dtype and head width
     other_kernel: Kernel = "chunked"  # where it has none
     skips_masked_blocks: bool = False  # whether flex_attention computes no empty block of a mask
+    widens_lookups: bool = True  # whether it sums the gradients of a lookup in no wider dtype: see llama.Embedding
     divides_gradients: bool = False  # whether its fused AdamW divides gradients in place, at no cost in memory traffic
     pins_memory: bool = False  # whether a copy from pinned memory does not wait for the device
     after_sharding: Callable[[nn.Module], None] = lambda module: None  # called with a module that FSDP2 has sharded
@@ -66,6 +67,7 @@ ACCELERATORS = {
         has_kernel=lambda dtype, width: dtype.itemsize == 2 and width <= 256,
         other_kernel="repeated",  # that of other dtypes and widths takes no shared keys: all scores would exist
         skips_masked_blocks=True,
+        widens_lookups=False,
         divides_gradients=True,
         pins_memory=True,
     ),

@@ -14,7 +14,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS
 from pretraining.models.chunked import AttentionMask
 from pretraining.models.init import build_model, initial_weight
-from pretraining.models.llama import Llama
+from pretraining.models.llama import Embedding, Llama
 from pretraining.models.ops import (
     IGNORED,
     Kernel,
@@ -84,6 +84,13 @@ def test_initial_spread_is_init_std_and_less_for_outputs_of_the_residual_stream(
     output = initial_weight(config, "model.layers.0.mlp.down_proj.weight", torch.Size((400, 400)))
     assert plain.std().item() == pytest.approx(0.03, rel=0.02)
     assert output.std().item() == pytest.approx(0.03 / 4, rel=0.02)
+
+
+def test_the_gradients_of_a_token_that_is_frequent_are_summed_in_fp32() -> None:
+    embedding = Embedding.from_pretrained(torch.zeros(3, 4).bfloat16(), freeze=False)
+    tokens = torch.ones(2, 1024, dtype=torch.int32)
+    embedding(tokens).bfloat16().backward(torch.ones(2, 1024, 4).bfloat16())
+    assert embedding.weight.grad is not None and embedding.weight.grad.tolist() == [[0.0] * 4, [2048.0] * 4, [0.0] * 4]
 
 
 def test_the_gradient_of_an_fp32_weight_is_not_rounded_to_bf16() -> None:

@@ -29,7 +29,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.models.dropout import dropout_noise
 from pretraining.models.init import initial_weight
-from pretraining.models.llama import BatchInputs, Head, Llama, loss_options
+from pretraining.models.llama import BatchInputs, Embedding, Head, Llama, loss_options
 from pretraining.models.ops import IGNORED, Kernel, LossAndGradient, document_mask, loss_and_gradient
 from pretraining.optim.optimizer import Optimizer, build_optimizer
 from pretraining.optim.precision import precision_of
@@ -166,12 +166,11 @@ class TorchTrainee:
         self.blocks.recompute_modules(model)
         model.to("meta").to(engine.precision.parameters)
         shapes = {name: weight.shape for name, weight in model.named_parameters()}
-        self._loss_and_gradient: Callable[..., tuple[Tensor, Tensor]] = loss_and_gradient
+        for module in (module for module in model.modules() if isinstance(module, Embedding)):
+            module.is_wide = engine.accelerator.widens_lookups
+        compiled = compile_alike(model, engine.accelerator) if engine.compiles else lambda function: function
         # Eagerly, all [T, T] pairs of a row exist at once: 1 GiB and several times that in between at 32768 tokens.
-        self._document_mask = document_mask
-        if engine.compiles:
-            compiled = compile_alike(model, engine.accelerator)
-            self._loss_and_gradient, self._document_mask = compiled(loss_and_gradient), compiled(document_mask)
+        self._loss_and_gradient, self._document_mask = compiled(loss_and_gradient), compiled(document_mask)
         if engine.tensor_ranks:
             self._loss_and_gradient = torch_tensor.shard_over_tensor_ranks(
                 model, engine.tensor_ranks, engine.layout, self.config.sequence_parallel
@@ -202,11 +201,9 @@ class TorchTrainee:
         runs. The backward pass of an embedding needs no weight.
         """
         layout, precision = self.engine.layout, self.engine.precision
-        policy = fsdp.MixedPrecisionPolicy(
-            param_dtype=None if precision.activations == torch.float32 else precision.activations,
-            reduce_dtype=precision.gradient_reduction,
-            cast_forward_inputs=False,  # the rotary table stays fp32
-        )
+        dtype = None if precision.activations == torch.float32 else precision.activations
+        # The rotary table is an input, and stays fp32
+        policy = fsdp.MixedPrecisionPolicy(dtype, precision.gradient_reduction, cast_forward_inputs=False)
         offload = fsdp.CPUOffloadPolicy() if self.config.cpu_offload else fsdp.OffloadPolicy()
         options: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
         options["mesh"] = grid["shard"] if layout.grid.replica == 1 else grid["replica", "shard"]

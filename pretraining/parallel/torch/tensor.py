@@ -22,12 +22,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pretraining.models.dropout import DropoutNoise
-from pretraining.models.llama import Linear, Llama
+from pretraining.models.llama import Embedding, Linear, Llama
 from pretraining.models.ops import PLAIN_LOSS, LossOptions, loss_and_gradient
 from pretraining.parallel.layout import KEYS_AND_VALUES, TorchLayout
 
@@ -106,11 +105,11 @@ def all_reduce_partial_gradients(
             grad.copy_(total.view_as(grad))
 
 
-def _vocabulary_parallel_lookup(embedding: nn.Embedding, ranks: DeviceMesh, tokens: Tensor) -> Tensor:
+def _vocabulary_parallel_lookup(embedding: Embedding, ranks: DeviceMesh, tokens: Tensor) -> Tensor:
     """Look up tokens [B, T] -> [B, T, D] in an embedding whose rows are sharded."""
     rows = tokens - ranks.get_local_rank() * len(embedding.weight)
     is_elsewhere = (rows < 0) | (rows >= len(embedding.weight))
-    embedded = F.embedding(rows.masked_fill(is_elsewhere, 0), embedding.weight)
+    embedded = Embedding.forward(embedding, rows.masked_fill(is_elsewhere, 0))
     return reduce_from_tensor(embedded.masked_fill(is_elsewhere[..., None], 0), ranks.get_group())
 
 
