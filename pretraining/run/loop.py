@@ -189,19 +189,18 @@ def _may_continue(run: TrainingRun, figures: dict[str, float], step: int, known:
     known: updates whose skipping was printed.
     """
     skipped = int(figures["refused"])
-    if skipped == known:
-        return True
     first, limit = run.start_step + int(figures["first_refused"]), run.config.max_skipped_steps
     subject = f"{counted(skipped, 'update')} skipped up to step {step}, the first at step {first}"
     message = f"{subject}: loss or gradient was not finite"
     if skipped <= limit:
-        run.print(f"{message} (max_skipped_steps={limit})")
+        if skipped != known:
+            run.print(f"{message} (max_skipped_steps={limit})")
         return True
     begins, end = (run.stream.state(first - run.start_step - back)["sequences"] for back in (1, 0))
     ranges = ",".join(filter(None, [getattr(run.config, "skip_samples", ""), f"{begins}-{end - 1}"]))
     run.report({"step": step, "loss": figures["loss"], "refused": skipped}, f"stopped: {message}")
     run.print(f"  batch of step {first}: sequences {begins} to {end - 1} of the data's order")
-    run.print(f"  no update after step {first - 1} was applied; the same command would come to the same step")
+    run.print("  no later update was applied; the same command would come to the same step")
     clip = f"{'lower' if run.config.grad_clip_thresh else 'set'} --grad_clip_thresh"
     run.print(f"  lower --learning_rate (--override_lr_on_resume=True), {clip}, or use --skip_samples={ranges}")
     return False
