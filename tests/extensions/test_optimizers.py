@@ -29,6 +29,7 @@ from pretraining.optim.optimizer import ParameterState, build_optimizer
 from pretraining.optim.schedule import learning_rate
 from tests.optim.test_optimizer import config
 from tests.optim.test_rules import STEPS, Reference, check, of_torch, ours, parameters_of, train, written_out
+from tests.selection import needs
 
 
 def lion(w: Tensor, g: Tensor, kept: dict[str, Any], step: int) -> Tensor:
@@ -206,6 +207,13 @@ def test_muon_takes_the_matrices_of_the_blocks_and_leaves_the_rest_to_adamw() ->
     orthogonal = [parameter.name for parameter in parameters if isinstance(parameter.rule, Muon)]
     assert len(orthogonal) == 2 * 7
     assert all(".layers." in name and "norm" not in name for name in orthogonal)
+
+
+@needs("lora")
+def test_muon_says_that_it_updates_nothing_where_adapters_alone_are_trained() -> None:
+    adapters = {"optimizer": "muon", "lora_rank": 4}
+    assert config(**adapters).facts["muon"].startswith("updates nothing")
+    assert "muon" not in config(**adapters, lora_modules_to_save="up_proj").facts | config(optimizer="muon").facts
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from pretraining.config.errors import Problem
 from pretraining.config.optimizers import ADAM, FLAGS, Hyperparameters
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import LEAVE_OUT, problem
+from pretraining.extensions.projections import PROJECTIONS
 
 # Argument -> the one without which it does nothing. Its default is accepted: configurations of others list everything.
 _NEEDS = {"dampening": "momentum", "nesterov": "momentum", "luc_trust": "luc", "luc_eps": "luc"}
@@ -149,9 +150,12 @@ class OptimizersConfig(TrainConfig):
     @property
     def facts(self) -> dict[str, str]:
         """See TrainConfig."""
-        if self.optimizer != "rprop":
-            return super().facts
-        return super().facts | {"schedule": "no effect on rprop, whose elements have steps of their own"}
+        facts, matrices = super().facts, [f"model.layers.0.{name}.weight" for name in PROJECTIONS]
+        if self.optimizer == "muon" and not any(map(self.is_trained, matrices)):
+            facts |= {"muon": "updates nothing: no matrix of the blocks is trained, and AdamW updates all others"}
+        if self.optimizer == "rprop":
+            facts |= {"schedule": "no effect on rprop, whose elements have steps of their own"}
+        return facts
 
 
 def check_optimizer_settings(config: OptimizersConfig) -> Iterator[Problem]:
