@@ -215,7 +215,8 @@ class Settings:
     reduce_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype in which gradients are summed over devices: "fp32", "bf16" or "auto": fp32 on the torch engine, the dtype
     of the parameters on the xla engine. bf16 sends half the bytes, and the sums have a relative error of about 0.5 %
-    over 16 devices and 1 % over 64 (it grows with the square root). Elsewhere: mixed_precision_reduce."""
+    over 16 devices and 1 % over 64 (it grows with the square root). On the torch engine, ddp, zero1 and the replicas of
+    hsdp sum the micro-batches of a step in it, too. Elsewhere: mixed_precision_reduce."""
 
     # ---- Activation checkpointing
     fsdp_activation_checkpointing: Annotated[bool, COMMON] = False
