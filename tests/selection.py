@@ -32,7 +32,12 @@ def needs(*extensions: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(absent), reason=f"needs pretraining/extensions/{' and '.join(absent)}")
 
 
-needs_xla = pytest.mark.skipif(find_spec("torch_xla") is None, reason="needs torch_xla")
+def needs_package(name: str) -> pytest.MarkDecorator:
+    """Return the mark of a test that needs a package. A file that imports it makes all workers do so: 2 to 7 CPU s."""
+    return pytest.mark.skipif(find_spec(name) is None, reason=f"needs {name}")
+
+
+needs_xla, needs_transformers = needs_package("torch_xla"), needs_package("transformers")
 complete = pytest.mark.skipif(len(EXTENSIONS) < len(NAMES), reason="the folder of an extension is not there")
 
 

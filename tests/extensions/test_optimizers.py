@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -227,6 +226,8 @@ def second_of_two() -> Iterator[None]:
 @pytest.mark.usefixtures("second_of_two")
 @pytest.mark.parametrize("shape", [(8, 8), (16, 8), (8, 16)])
 def test_muon_moves_a_stack_of_matrices_once_to_whole_ones_and_back(shape: tuple[int, int]) -> None:
+    from torch.distributed.tensor.debug import CommDebugMode  # imports dynamo: 4 CPU s
+
     mesh, local = DeviceMesh("cpu", [0, 1]), (3, shape[0] // 2, shape[1])
     weight, gradient, momentum = (DTensor.from_local(torch.ones(local), mesh, [Shard(1)]) for _ in range(3))
     rule = Muon(momentum=0.9, nesterov=True, ns_steps=5, dtype=torch.bfloat16)

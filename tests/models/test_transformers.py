@@ -11,8 +11,9 @@ from torch import Tensor
 from pretraining.config.training import TrainConfig
 from pretraining.models.llama import Llama
 from tests.models.test_options import EVERYTHING, TINY, randomised
+from tests.selection import needs_transformers
 
-transformers: Any = pytest.importorskip("transformers")
+pytestmark = needs_transformers
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -112,6 +113,8 @@ def from_neox(state: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_those_of_transformers(name: str) -> None:
+    import transformers
+
     family, fields, ours_fields = CASES[name]
     config = getattr(transformers, f"{family}Config")(**fields, rms_norm_eps=1e-5, layer_norm_eps=1e-5)
     theirs: Any = randomised(getattr(transformers, f"{family}ForCausalLM")(config))

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from main_training import CONFIGURATION
 from pretraining.checkpoint.checkpoints import Checkpoints
@@ -124,7 +123,7 @@ def test_nothing_compiles_after_the_first_step_and_depth_adds_no_graph() -> None
     made = []
     for layers in (2, 8):
         torch.compiler.reset()  # else what other tests compiled serves, or fills dynamo's cache
-        counters.clear()
+        torch._dynamo.utils.counters.clear()
         graphs = trained(device="cuda", mixed_precision=True, num_layers=layers)["graphs"]
         assert len(set(graphs)) == 1
         made.append(graphs[-1])

@@ -23,12 +23,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 pytest.importorskip("pretraining.extensions.huggingface")
-pytest.importorskip("transformers")
 
 from tests.faults.damage import flip_bit_at, truncate
+from tests.selection import needs_transformers
 from tests.tools.convert.test_pickles import CORE, Attack, assert_same_function, convert, llama, megatron, renamed
 from tests.tools.importing.files import tree
 
+pytestmark = needs_transformers
 WEIGHT = "model.decoder.layers.mlp.linear_fc2.weight"
 
 

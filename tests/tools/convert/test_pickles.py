@@ -27,9 +27,10 @@ from pretraining.models.llama import Llama
 from pretraining.tools.convert.convert import main
 from pretraining.tools.convert.pickles import LAYOUTS, describe_moments
 from pretraining.tools.convert.unpickling import load_pickle
+from tests.selection import needs_transformers
 from tests.tools.importing.files import tree
 
-transformers: Any = pytest.importorskip("transformers")
+pytestmark = needs_transformers
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -66,11 +67,15 @@ def randomised(model: Any) -> Any:
 
 
 def llama(groups: int = 2, **sizes: Any) -> Any:
+    import transformers
+
     config = transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": groups, **sizes})
     return randomised(transformers.LlamaForCausalLM(config))
 
 
 def gpt_neox(parallel: bool = True) -> Any:
+    import transformers
+
     sizes = transformers.GPTNeoXConfig(**SIZES, rotary_pct=0.25, use_parallel_residual=parallel, hidden_act="gelu")
     return randomised(transformers.GPTNeoXForCausalLM(sizes))
 

@@ -22,6 +22,7 @@ from pretraining.checkpoint.store import is_weight
 from pretraining.extensions.checkpoints import read_tensors
 from pretraining.tools.convert import write_ranks
 from pretraining.tools.convert.convert import main
+from tests.selection import needs_transformers
 from tests.tools.convert.test_pickles import (
     CORE,
     SIZES,
@@ -36,11 +37,10 @@ from tests.tools.convert.test_pickles import (
 )
 from tests.tools.importing.files import put, tree
 
-transformers: Any = pytest.importorskip("transformers")
+pytestmark = needs_transformers
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "migrating.md"
 Files = dict[str, dict[str, Tensor]]  # path in the folder -> name -> tensor
-FREQUENCIES = llama().model.rotary_emb.inv_freq
 
 
 def write(files: Files, folder: Path) -> Path:
@@ -116,7 +116,7 @@ def test_nemo_s_ranks_come_back(form: str, ranks: int, stages: int, tmp_path: Pa
     state = {name: weight.bfloat16() for name, weight in model.state_dict().items()}
     model.load_state_dict(state)
     rotary = {"rotary_base": 50000, "rotary_percentage": 0.5} if form == "swiglu" else {}
-    frequencies = 1 / 50000 ** (torch.arange(0, 4, 2) / 4) if rotary else FREQUENCIES
+    frequencies = 1 / 50000 ** (torch.arange(0, 4, 2) / 4) if rotary else llama().model.rotary_emb.inv_freq
     files: Files = {}
     for rank, stage in itertools.product(range(ranks), range(stages)):
         names = megatron(state, rank, ranks, range(stage * 2 // stages, (stage + 1) * 2 // stages), groups)
@@ -276,7 +276,7 @@ def test_nxd_training_s_megatron_models_come_back(ranks: int, groups: int, tmp_p
         shard = renamed(megatron(state, rank, ranks, range(2), groups), {"model.language_model": "language_model"})
         for layer in range(2):
             there = f"language_model.encoder.layers.{layer}.self_attention."
-            shard[f"{there}core_attention.rotary_emb.inv_freq"] = FREQUENCIES
+            shard[f"{there}core_attention.rotary_emb.inv_freq"] = model.model.rotary_emb.inv_freq
             if groups == 2:
                 del shard[f"{there}query_key_value.weight"]
                 projections = [state[f"model.layers.{layer}.self_attn.{letter}_proj.weight"] for letter in "qkv"]
@@ -446,6 +446,8 @@ def test_what_nxd_core_s_llama_does_not_have_is_refused(
 ) -> None:
     """Its config.json may ask for it."""
     pytest.importorskip("pretraining.extensions.kv_replication")
+    import transformers
+
     sizes = transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 2, **changes})
     transformers.LlamaForCausalLM(sizes).save_pretrained(tmp_path / "hf")
     assert main([str(tmp_path / "hf"), str(tmp_path / "ours")]) == 0

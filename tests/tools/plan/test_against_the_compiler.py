@@ -12,10 +12,9 @@ from pretraining.tools.plan.memory import kept_activations
 from pretraining.tools.plan.plan import Plan, plan_of
 from tests.parallel.hlo import LENGTH, compile_cases, saved_for_backward, sent
 from tests.parallel.toy import TOY
-from tests.selection import chosen
+from tests.selection import chosen, needs_xla
 
-pytest.importorskip("torch_xla")
-pytestmark = pytest.mark.slow
+pytestmark = [needs_xla, pytest.mark.slow]
 
 Fields = dict[str, Any]
 RECOMPUTED: Fields = {"fsdp_activation_checkpointing": True}
