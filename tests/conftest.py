@@ -16,6 +16,7 @@ from pretraining.storage import use_files_of
 from tests.object_storage import FaultProxy, GoogleStorage, environment, gcs_server, s3_server
 from tests.parallel.launch import CHEAP_TO_COMPILE
 from tests.selection import ALL, runs_all
+from tests.warm import start_server
 
 # The first example of a property includes imports, and a busy machine delays all of them.
 settings.register_profile(
@@ -49,9 +50,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Pass --all on; before any test module is imported."""
+    """Pass --all on, before any test module is imported, and the address of the server of programs to workers."""
     if config.getoption("--all"):
         os.environ[ALL] = "yes"
+    if not IS_WORKER and config.getoption("numprocesses", None):
+        start_server()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import selectors
 import signal
 import socket
@@ -73,6 +74,18 @@ def become(words: list[str], environment: dict[str, str], folder: str, ignored: 
         exec(words[1], sys.modules["__main__"].__dict__)
     else:
         runpy.run_path(words[0], run_name="__main__")
+
+
+def import_packages() -> dict[str, str]:
+    """Import what programs import; return the variables that this sets."""
+    before = dict(os.environ)
+    for name in IMPORTED:
+        if find_spec(name.partition(".")[0]):
+            importlib.import_module(name)
+    gc.freeze()  # forks share what is imported
+    variables = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    variables.pop("XLA_FLAGS", None)  # one flag, which has its default; a program looks whether flags are given
+    return variables
 
 
 def fork(connection: socket.socket, listener: socket.socket) -> int:
@@ -142,16 +155,12 @@ def finish(selector: selectors.BaseSelector, key: Any) -> None:
 
 
 if __name__ == "__main__":
-    before = dict(os.environ)
-    for name in IMPORTED:
-        if find_spec(name.partition(".")[0]):
-            importlib.import_module(name)
-    SET_BY_IMPORTS = {name: value for name, value in os.environ.items() if before.get(name) != value}
-    SET_BY_IMPORTS.pop("XLA_FLAGS", None)  # one flag, which has its default; a program looks whether flags are given
     sys.stdin = open(0, "rb")  # noqa: SIM115
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(sys.argv[1])
         listener.listen(64)
         print("ready", flush=True)
-        gc.freeze()  # forks share what is imported
-        serve(listener)
+        readable: list[Any] = [listener, sys.stdin]
+        if listener in select.select(readable, [], [])[0]:
+            SET_BY_IMPORTS = import_packages()
+            serve(listener)
