@@ -28,10 +28,9 @@ from tests.parallel.hlo import (
 )
 from tests.parallel.launch import HAS_SPLASH
 from tests.parallel.toy import TOY
-from tests.selection import Outcomes, chosen
+from tests.selection import Outcomes, chosen, needs_xla
 
-pytest.importorskip("torch_xla")
-pytestmark = pytest.mark.slow
+pytestmark = [needs_xla, pytest.mark.slow]
 
 BLOCKS: dict[str, Any] = {"fsdp_activation_checkpointing": True}
 RECOMPUTED: dict[str, dict[str, Any]] = {
@@ -73,7 +72,7 @@ if HAS_SPLASH:
 
 @functools.cache
 def compiled(folder: Path) -> dict[str, str]:
-    cases = compile_cases(folder, chosen(CASES, ("tensor", "fp32 blocks", "muon", "fp32", "bf16")))
+    cases = compile_cases(folder, chosen(CASES, ("fp32 blocks", "muon", "fp32", "bf16")))
     return Outcomes({name: case["program"] for name, case in cases.items()})
 
 

@@ -22,11 +22,10 @@ from tests.parallel.launch import (
     run_on_xla,
 )
 from tests.parallel.toy import POISONED, RAMP, instruction_cases
-from tests.selection import Outcomes, chosen, runs_all
+from tests.selection import Outcomes, chosen, needs_xla, runs_all
 from tests.warm import python
 
-pytest.importorskip("torch_xla")
-pytestmark = pytest.mark.slow
+pytestmark = [needs_xla, pytest.mark.slow]
 
 Fields = dict[str, Any]
 DDP: Fields = {"sharding_strategy": "ddp"}
@@ -57,6 +56,7 @@ ADAPTERS: Fields = {"lora_rank": 4, "lora_target_modules": "q_proj,up_proj", "lo
 ADAPTERS |= {"learning_rate": 3e-2}
 TENSOR: Fields = {"tensor_parallel_size": 2, "batch_size": 4}
 STAGES: Fields = {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 4, "batch_size": 1}
+UNEVEN: Fields = {**STAGES, "pipeline_cuts": "2", "gradient_accumulation_steps": 2, "batch_size": 2}
 PIECES: Fields = {**STAGES, "virtual_pipeline_size": 2, "sequence_parallel": True}
 SEQUENCE: Fields = {"tensor_parallel_size": 4, "sequence_parallel": True}
 ALL_BLOCKS: Fields = {"fsdp_activation_checkpointing": True}
@@ -111,7 +111,7 @@ CASES: dict[int, dict[str, Fields]] = {
         "built first": {**FSDP, "low_cpu_fsdp": False},
         "options, plain": {**ZERO1, **OPTIONS},
         "options, fsdp x tensor": {**FSDP, **TENSOR, **OPTIONS, **A_THIRD},
-        "options, uneven stages": {**HSDP_2, **STAGES, "pipeline_cuts": "2", **OPTIONS, **A_THIRD},
+        "options, uneven stages": {**HSDP_2, **UNEVEN, **OPTIONS, **A_THIRD},
         "adapters, plain": {**DDP, **ADAPTERS},
         "adapters, tensor 8": {**DDP, "tensor_parallel_size": 8, "batch_size": 16, **ADAPTERS, **A_THIRD},
         "4 stages, all": {**FSDP, **STAGES, "pipeline_parallel_size": 4, "batch_size": 2, **ALL_BLOCKS},
@@ -136,6 +136,9 @@ CASES[8] = chosen(
         "poisoned",
     ),
 )
+# Evaluated with --all only: their layouts and options are those of other cases that are
+UNEVALUATED = () if runs_all() else ("zero2", "tensor 8, fewer key/value heads", "options, uneven stages")
+CASES[8] |= {case: {**CASES[8][case], "evaluates": False} for case in UNEVALUATED}
 DUMPED = "tensor and sequence"
 
 
@@ -212,7 +215,8 @@ def test_nothing_compiles_after_the_first_step(devices: int) -> None:
     expected = {"ramp": {0, 1}, "ramp, stages": {0, 1}} if devices == 8 else {}
     for case, got in outcome(devices)[0].items():
         assert set(got["compilations"]) == expected.get(case, {0}), case
-        assert got["late_compilations"] == 0, case  # a second validation, a look at the state, another step
+        if case not in UNEVALUATED:
+            assert got["late_compilations"] == 0, case  # a second validation, a look at the state, another step
 
 
 @pytest.mark.parametrize("devices", CASES)
@@ -221,7 +225,8 @@ def test_a_step_fetches_nothing_unread_and_is_traced_once_and_an_evaluation_leav
     figure: str, devices: int
 ) -> None:
     """torch-xla keeps each mesh that a mark makes: a long run would end without memory."""
-    assert {case: got[figure] for case, got in outcome(devices)[0].items() if got[figure]} == {}
+    figures = {case: got[figure] for case, got in outcome(devices)[0].items() if case not in UNEVALUATED}
+    assert {case: count for case, count in figures.items() if count} == {}
 
 
 @pytest.mark.parametrize("devices", CASES)

@@ -81,6 +81,7 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
         "bytes": trainee.bytes_per_device(),
         "counted": state_bytes(config, engine.layout),
         "uninterrupted": uninterrupted and uninterrupted.figures,
+        "evaluation": None,
     }
     if not evaluates:
         return outcome
