@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from pretraining.monitor.metrics import FILE_NAME, read_metrics
 from tests.pages import code_of
 from tests.parallel.toy import instruction_cases
 from tests.processes import call
+from tests.warm import python
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "python.md").read_text()
@@ -92,7 +92,7 @@ def test_a_global_batch_without_trained_tokens_has_loss_0_on_both_engines(page: 
     assert torch.code == 0 and torch.losses[3] == 0 < torch.losses[8] < torch.losses[1] - 0.2
     flags = {**page["tiny"], "engine": "xla", "log_dir": str(tmp_path / "xla")}
     code = f"from {__name__} import *; train({flags}, data={{'train': ThirdBatchUntrained()}})"
-    call([sys.executable, "-c", code], env={**os.environ, "PJRT_DEVICE": "CPU"})
+    call([*python(), "-c", code], env={**os.environ, "PJRT_DEVICE": "CPU"})
     records = read_metrics(tmp_path / "xla" / FILE_NAME)
     xla = {record["step"]: record["loss"] for record in records if "loss" in record}
     assert xla == pytest.approx(torch.losses, abs=1e-5)
@@ -144,6 +144,6 @@ for start, cache in enumerate(caches):
         print(error)
 """
     environment = {**os.environ, "PJRT_DEVICE": "CPU", "PYTHONPATH": str(ROOT)}
-    printed = call([sys.executable, "-c", code], folder=tmp_path, env=environment).stdout
+    printed = call([*python(), "-c", code], folder=tmp_path, env=environment).stdout
     assert printed.count("code 0") == 2
     assert "--compile_cache_dir=two: this process has compiled without it" in printed

@@ -35,6 +35,7 @@ from tests.end_to_end.small import ROOT
 from tests.processes import call
 from tests.selection import needs
 from tests.tokenizer_files import write_byte_level
+from tests.warm import python
 
 LLAMA3 = {
     "rope_theta": 5e5,
@@ -199,7 +200,7 @@ def test_the_shards_are_as_small_as_asked_and_the_index_names_every_tensor(tmp_p
 @pytest.mark.slow
 def test_the_commands_work_and_a_used_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved(tmp_path / "run" / "checkpoints")
-    command = [sys.executable, "-m", "pretraining.tools.convert", str(tmp_path / "run"), str(tmp_path / "hf")]
+    command = [*python(), "-m", "pretraining.tools.convert", str(tmp_path / "run"), str(tmp_path / "hf")]
     assert call(command).stdout == f"{tmp_path / 'hf'}\n"
     assert is_huggingface(tmp_path / "hf") and not is_huggingface(tmp_path / "run")
     assert main([str(tmp_path / "hf"), str(tmp_path / "back"), "--dtype=bf16"]) == 0

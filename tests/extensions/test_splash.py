@@ -78,7 +78,7 @@ def test_a_recomputed_block_runs_the_kernel_once_where_its_results_are_saved(
     tmp_path: Path, fields: dict[str, Any], kernels: int
 ) -> None:
     config = {**TOY, "mixed_precision": True, "fsdp_activation_checkpointing": True, **fields}
-    command = [sys.executable, "-m", "pretraining.tools.plan.export", str(tmp_path)]
+    command = [*python(), "-m", "pretraining.tools.plan.export", str(tmp_path)]
     variables = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}
     subprocess.run(command, input=json.dumps(config), cwd=ROOT, env=variables, text=True, check=True)
     assert (tmp_path / "step.pb").read_bytes().count(b"tpu_custom_call") == kernels

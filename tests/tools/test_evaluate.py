@@ -40,6 +40,7 @@ from tests.checkpoint.saving import save
 from tests.parallel.launch import run as run_command
 from tests.processes import call
 from tests.tokenizer_files import write_byte_level
+from tests.warm import python
 
 WORDS = ("quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "größe", "winter", "nights")
 TASKS = {
@@ -283,7 +284,7 @@ def test_a_task_of_the_harness_that_leaves_no_room_for_its_text_is_refused(
     pytest.importorskip("lm_eval")
     write_task(tmp_path / "own_long.yaml", task, folder / "own.jsonl")
     arguments = [str(folder), "--tasks=own_long", f"--include_path={tmp_path}", "--device=cpu"]
-    program = [sys.executable, "-m", "pretraining.tools.evaluate", *arguments]
+    program = [*python(), "-m", "pretraining.tools.evaluate", *arguments]
     done = call(program, code=2, env={**os.environ, **OFFLINE, "HF_HOME": str(tmp_path / "cache")})
     assert re.search(words, done.stderr) and "Traceback" not in done.stderr
 
