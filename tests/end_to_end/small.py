@@ -31,7 +31,6 @@ ONE_PROCESS: dict[str, Any] = {**MODEL, "engine": "torch", "device": "cpu", "mix
 ONE_PROCESS |= {"global_batch_size": 2, "batch_size": 1}
 FLAGS = {
     **MODEL,
-    "num_layers": 3,
     "vocab_size": 320,
     "global_batch_size": 16,
     "batch_size": 2,
@@ -39,8 +38,6 @@ FLAGS = {
     "learning_rate": 1e-2,
     "mixed_precision": False,
     "sharding_strategy": "fsdp",
-    "fsdp_activation_checkpointing": True,
-    "selective_checkpointing": "1/2",
     "report_interval": 1,
     "checkpoint_interval": 5,
 }

@@ -13,9 +13,9 @@ import pytest
 from tests.data.corpora import write_flat
 from tests.end_to_end.small import command, environment, figures, finish
 from tests.processes import call
+from tests.selection import needs_xla
 
-pytest.importorskip("torch_xla")
-pytestmark = pytest.mark.slow
+pytestmark = [needs_xla, pytest.mark.slow]
 STEPS = 24
 DEVICES = 4
 
@@ -34,9 +34,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def data(corpus: Path) -> dict[str, Any]:
     return {
-        "num_layers": 2,
-        "fsdp_activation_checkpointing": False,  # blocks of two kinds are traced in 11 CPU s, of one in 8
-        "selective_checkpointing": None,
         "batch_size": 4,
         "num_steps": STEPS,
         "checkpoint_interval": 12,

@@ -26,6 +26,7 @@ from tests.checkpoint.test_checkpoints import steps
 from tests.data.corpora import corpus, numbered
 from tests.end_to_end.small import finish
 from tests.object_storage import FaultProxy
+from tests.selection import needs_xla
 
 VALIDATED: dict[str, Any] = {"keep_last_n_checkpoints": 1, "val_interval": 2, "val_steps": 1}
 LOSSES = {2: 3.0, 4: 1.0, 6: 2.0, 8: 4.0}
@@ -133,7 +134,7 @@ def validation_losses(folder: Path) -> dict[int, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["xla", "torch"])
+@pytest.mark.parametrize("engine", ["torch", pytest.param("xla", marks=[pytest.mark.exhaustive, needs_xla])])
 def test_after_kill_9_a_run_that_overfits_leaves_the_best_and_the_newest(tmp_path: Path, engine: str) -> None:
     generator = np.random.default_rng(0)
     for name in ("train", "valid"):
