@@ -18,7 +18,7 @@ from tests.selection import needs
 
 pytestmark = needs("one_program")
 Fields = dict[str, Any]
-RECOMPUTED: Fields = {"fsdp_activation_checkpointing": True, "num_steps": 4, "num_layers": 3}
+RECOMPUTED: Fields = {"fsdp_activation_checkpointing": True, "num_steps": 4, "num_layers": 2}
 FSDP: Fields = {"sharding_strategy": "fsdp"}
 HSDP: Fields = {"sharding_strategy": "hsdp", "sharding_group_size": 2}
 TIED: Fields = {"tie_word_embeddings": True, "qk_norm": True, "z_loss": 1e-2, "logit_softcap": 5.0}
