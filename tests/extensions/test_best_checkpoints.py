@@ -30,7 +30,6 @@ from tests.selection import needs_xla
 
 VALIDATED: dict[str, Any] = {"keep_last_n_checkpoints": 1, "val_interval": 2, "val_steps": 1}
 LOSSES = {2: 3.0, 4: 1.0, 6: 2.0, 8: 4.0}
-EVERY_TWO = {"val_interval": 2, "checkpoint_interval": 2, "report_interval": 2}
 
 
 def run(folder: Path, values: Mapping[int, float | None], **fields: Any) -> list[int]:
@@ -139,13 +138,7 @@ def test_after_kill_9_a_run_that_overfits_leaves_the_best_and_the_newest(tmp_pat
     generator = np.random.default_rng(0)
     for name in ("train", "valid"):
         corpus(tmp_path / name, generator.integers(2, 320, (16, 64)).tolist())
-    fields: dict[str, Any] = {
-        **EVERY_TWO,
-        "num_steps": 24,
-        "keep_best": 2,
-        "keep_last_n_checkpoints": 1,
-        "val_steps": 1,
-    }
+    fields = {**VALIDATED, "keep_best": 2, "num_steps": 24, "checkpoint_interval": 2, "report_interval": 2}
     fields |= {"data_path": tmp_path / "train", "valid_data_path": tmp_path / "valid", "engine": engine}
     killed = ("-m", "tests.stopping", "SIGKILL", "16", "0")  # between its validation and its save
     finish(tmp_path / "run", 2, code=-signal.SIGKILL, script=killed, **fields)
