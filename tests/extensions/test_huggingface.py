@@ -428,6 +428,7 @@ print(AutoTokenizer.from_pretrained({str(tmp_path / "hf")!r}).encode("def main",
 
 
 SYMBOLS = ["<|im_start|>", "<|im_end|>", "\n", "\n\n", "  ", "   ", "the", "\u00a0"]
+FOR_LLAMA_CPP = ("add_bos_token", "add_prefix_space")  # its converter takes both for true where they are not there
 IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False}
 
 
@@ -462,7 +463,13 @@ def test_normalizing_and_unigram_models_are_exported_with_the_ids_of_sentencepie
     ours, theirs = own_tokenizers().open_tokenizer(path), transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     written, config = (json.loads((tmp_path / "hf" / f"tokenizer{end}.json").read_text()) for end in ("", "_config"))
     assert written.keys() == json.loads(theirs.backend_tokenizer.to_str()).keys()  # JavaScript's reader needs them
-    assert (config["add_bos_token"], config["add_prefix_space"]) == (False, ours.adds_space())  # for llama.cpp
+    assert [config[name] for name in FOR_LLAMA_CPP] == [False, ours.adds_space()]
+    if settings.get("byte_fallback"):  # a tokenizer.json alone, as transformers 5 saves it, is read in the same way
+        write_exported(str(tmp_path / "hf" / "tokenizer.json"), tmp_path / "again")
+        again = json.loads((tmp_path / "again" / "tokenizer_config.json").read_text())
+        assert config.items() >= again.items() >= {name: config[name] for name in FOR_LLAMA_CPP}.items()
+        reread = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
+        assert [reread.encode(text) for text in LITERAL] == [theirs.encode(text) for text in LITERAL]
     symbols = settings.get("user_defined_symbols", [])
     pieces = map(sentencepiece.SentencePieceProcessor(model_file=path).id_to_piece, range(3, 500))
     texts = [*random_texts([*source.split(), *symbols * 20]), *(piece.replace("\u2581", " ") for piece in pieces)]

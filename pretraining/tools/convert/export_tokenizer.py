@@ -114,7 +114,7 @@ def _sentencepiece(path: Location, files: dict[str, bytes]) -> tuple[dict[str, i
 
 def _tokenizer_json(path: Location) -> tuple[dict[str, int], dict[str, Any]]:
     """Return the special ids and the tokenizer_config.json of a tokenizer.json."""
-    from pretraining.extensions.tokenizers.tokenizer import END_OF_DOCUMENT
+    from pretraining.extensions.tokenizers.tokenizer import END_OF_DOCUMENT, open_tokenizer
 
     described = read_json(path)
     added = described.get("added_tokens") or []
@@ -124,5 +124,9 @@ def _tokenizer_json(path: Location) -> tuple[dict[str, int], dict[str, Any]]:
     own = (described.get("padding") or {}).get("pad_token")
     pad = next((token for token in (own, *PADDING) if token in known), None)
     names = {kind: token for kind, token in (("eos", end), ("pad", pad)) if token}
-    usage = {f"{kind}_token": token for kind, token in names.items()}
+    usage: dict[str, Any] = {f"{kind}_token": token for kind, token in names.items()}
+    if (described.get("model") or {}).get("byte_fallback"):  # sentencepiece's to llama.cpp, too: see _sentencepiece
+        tokenizer = open_tokenizer(str(path))
+        usage |= {"add_prefix_space": tokenizer.adds_space()}
+        usage |= {} if tokenizer.beginning else {"add_bos_token": False}
     return {kind: known[token] for kind, token in names.items()}, {**FAST, **usage}
