@@ -112,6 +112,8 @@ def test_a_megatron_index_and_its_tokens_must_belong_together(tmp_path: Path) ->
         assert f"{index}: its 6,000 tokens of {size}, but " in complaint(tmp_path / "data")
     index.write_bytes(described)
     count = len(DOCUMENTS)
+    index.write_bytes(described[:26] + described[34 : 34 + 12 * count])  # fairseq's has no document index
+    assert f"{index}: an index of fairseq, which names no documents" in complaint(tmp_path / "data")
     lengths, pointers = (
         np.frombuffer(described, kind, count, at)[::3] for kind, at in (("<i4", 34), ("<i8", 34 + 4 * count))
     )

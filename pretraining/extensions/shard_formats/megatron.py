@@ -31,6 +31,8 @@ def index_megatron(path: str) -> ShardContents:
         magic, version, kind, sequences, entries = _HEADER.unpack(file.read_at(0, _HEADER.size))
     if magic != MEGATRON or version != 1:
         raise UserError(f"{path}: not a Megatron index of version 1: convert it with Megatron's current tools")
+    if size == _HEADER.size - 8 + 12 * sequences:
+        raise UserError(f"{path}: an index of fairseq, which names no documents: write its sequences as lists in Arrow")
     if kind not in _TYPES:
         raise UserError(f"{path}: tokens of Megatron's type {kind}; the types that can be read are {_TYPES}")
     lengths = DiskArray(path, _HEADER.size, "<i4", sequences)  # tokens of each sequence
