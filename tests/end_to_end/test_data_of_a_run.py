@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pretraining.checkpoint.manifest import Facts
-from pretraining.config.errors import UserError
+from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.data import index, open_stream
 from pretraining.run.start import open_streams, stream_after
@@ -55,6 +55,9 @@ def test_the_steps_of_num_epochs_are_known_before_anything_is_derived_and_a_star
         assert json.loads((corpus / "config.json").read_text())["num_steps"] == steps
         assert list(reports(corpus)) == list(range(1, steps + 1))
     assert "continuing from" in printed
+    for hold in (4, 40):  # the rate would divide by the steps that are left to decay in, of which there are 0 or -36
+        with pytest.raises(ConfigError, match=f"lr_hold_steps={hold} of num_steps=7, which are those of num_epochs=1"):
+            run(corpus, num_epochs=1, log_dir=corpus / "wsd", lr_schedule="wsd", lr_warmup_steps=3, lr_hold_steps=hold)
 
 
 def test_an_earlier_checkpoint_than_expected_ends_with_the_data_or_is_refused(corpus: Path) -> None:

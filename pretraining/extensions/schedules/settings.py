@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pretraining.config.declaration import Above, AtLeast, Resume
-from pretraining.config.errors import Problem
+from pretraining.config.errors import ConfigError, Problem
 from pretraining.config.schedules import FLOOR, SPAN, Schedule, constant
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problem
 from pretraining.extensions.schedules import formulas
+from pretraining.optim.checks import check_schedule_lengths
 
 # GPT-NeoX does not round a share of the total, and Stable LM was trained with it.
 _NEOX = {
@@ -93,6 +94,13 @@ def check_stage(config: SchedulesConfig) -> Iterator[Problem]:
     if config.training_stage == "annealing" and config.lr_schedule != "fms_annealing":
         remedy = "contradicts --training_stage=annealing, which selects fms_annealing; remove one of the two"
         yield problem(config, "lr_schedule", remedy)
+
+
+def check_epochs(config: SchedulesConfig, *_: object) -> None:
+    """Raise ConfigError if the schedule does not fit into the steps that num_epochs has left of num_steps."""
+    if problems := [*check_schedule_lengths(config), *check_cooldown(config)]:
+        reason = f"which are those of num_epochs={config.num_epochs}; lower it, or raise num_epochs or lr_decay_steps"
+        raise ConfigError([Problem(subject, f"{remedy}, {reason}") for subject, remedy, _ in problems])
 
 
 CHECKS = (check_cooldown, check_stage)
