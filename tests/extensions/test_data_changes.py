@@ -12,6 +12,7 @@ pytest.importorskip("pretraining.extensions.data_changes")
 from pretraining.data import open_stream
 from tests.data.corpora import corpus, numbered, rows, settings
 from tests.data.test_mixture import three, whose
+from tests.end_to_end.small import train
 
 
 def test_a_mixture_changed_on_purpose_begins_there_and_repeats_nothing(tmp_path: Path) -> None:
@@ -52,3 +53,16 @@ def test_other_weights_count_from_their_own_beginning(tmp_path: Path) -> None:
     after = settings(tmp_path / "data", datasets="a,b", weights="1,3", accept_data_changes=True)
     names = [whose(row) for row in rows(open_stream(after, state=open_stream(before).state(400)), 40)]
     assert (names.count("a"), names.count("b")) == (10, 30)
+
+
+@pytest.mark.slow
+def test_a_run_prints_once_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fields = {"data_path": tmp_path / "data", "index_dir": tmp_path / "index", "accept_data_changes": True}
+    corpus(tmp_path / "data", numbered([15] * 20), name="a")
+    printed = {}
+    for steps in (1, 2, 3):
+        train(tmp_path, **fields, num_steps=steps, lr_decay_steps=3, global_batch_size=2)
+        printed[steps] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note:")]
+        corpus(tmp_path / "data", numbered([14] * 20), name="a")
+    change = "dataset a: other content (shards added, removed, renamed or rewritten)"
+    assert printed == {1: [], 2: [f"note: a new mixture begins with sequence 2 of the run: {change}"], 3: []}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pretraining.config.extension import Extension
+from pretraining.config.extension import Extension, Watcher
 from pretraining.config.training import TrainConfig
 
 
@@ -17,7 +17,7 @@ class DataChangesConfig(TrainConfig):
     # ---- Data
     accept_data_changes: bool = False
     """Continue although the data, its mixture or its order is not what the checkpoint was trained on: a new mixture
-    begins at that step, and the change is recorded. False: an error that lists what changed."""
+    begins at that step, and the change is printed and recorded. False: an error that lists what changed."""
 
     def begin_mixture(
         self, previous: Mapping[str, Any], order: dict[str, Any], mixture: Any, changes: list[str]
@@ -30,4 +30,21 @@ class DataChangesConfig(TrainConfig):
         return begin_mixture(previous, order, mixture, changes)
 
 
-EXTENSION = Extension(configuration=DataChangesConfig)
+class NewMixture(Watcher):
+    """Prints what changed, in the start of a run whose first step is the first of a mixture."""
+
+    def __init__(self, run: Any) -> None:
+        """run: a TrainingRun."""
+        self._run = run
+
+    def prepare(self) -> None:
+        """See Watcher."""
+        state = self._run.stream.state(0)
+        if state["earlier"] and (before := state["earlier"][-1])["until"] == state["sequences"]:
+            begins = f"a new mixture begins with sequence {state['sequences']:,} of the run"
+            self._run.print(f"note: {begins}: {'; '.join(before['changes'])}")
+
+
+EXTENSION = Extension(
+    configuration=DataChangesConfig, watch=lambda run: NewMixture(run) if run.config.accept_data_changes else None
+)
