@@ -235,10 +235,10 @@ def _close(run: TrainingRun, code: int) -> None:
 def _print_where_to_look(run: TrainingRun, code: int) -> None:
     """Print how to continue, and where metrics and checkpoints are."""
     config, folder = run.config, run.config.run_folder
-    saved = run.checkpoints.newest if config.checkpoint_interval else None
+    saved = run.checkpoints.newest
     if code == FINISHED:
         ended_by = "num_epochs" if run.stream.steps == run.step - run.start_step else "num_steps"
-        more = f"; to continue, the same command with a larger --{ended_by}" if saved else ""
+        more = f"; to continue, the same command with a larger --{ended_by}" if saved == run.step else ""
         run.print(f"complete: {counted(run.step, 'step')}{more}")
     else:
         newest = "there is no checkpoint" if saved is None else f"the newest checkpoint is that of step {saved}"

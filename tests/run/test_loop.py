@@ -77,9 +77,15 @@ class Stop(Watcher):
 @pytest.mark.slow
 @pytest.mark.parametrize(("limit", "code"), [(0, 3), (6, 143)])
 def test_after_a_signal_before_a_compilation_no_step_is_saved_that_the_run_would_not_continue(
-    limit: int, code: int, tmp_path: Path
+    limit: int, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = {"max_skipped_steps": limit, "report_interval": 6, "checkpoint_interval": 6, "log_dir": str(tmp_path)}
+    more: dict[str, Any] = {"max_skipped_steps": limit, "log_dir": str(tmp_path)}
+    more |= {"report_interval": 6, "checkpoint_interval": 6}
     ramp = {"global_batch_size": 2, "rampup_batch_size": "1,1,3"}
     assert train({**DIVERGING, **more, **ramp}, extensions=(*EXTENSIONS, Extension(watch=Stop))).code == code
     assert (tmp_path / "checkpoints" / "step_3").exists() == (code == 143)
+    capsys.readouterr()
+    more |= {"max_skipped_steps": 0, "checkpoint_interval": 0}  # a start that saves nothing continues from it, too
+    assert train({**DIVERGING, **more, **ramp}).code == 3
+    expected = "the newest checkpoint is that of step 3: the next start continues" if code == 143 else "no checkpoint"
+    assert expected in capsys.readouterr().out
