@@ -351,6 +351,9 @@ def test_refused_credentials_are_an_error_that_does_not_show_them(
         open_stream(settings(tmp_path, data_path="s3://bucket/secret"))
     printed = "".join(capfd.readouterr()) + str(error.value)
     assert KEYS["AWS_SECRET_ACCESS_KEY"] not in printed
+    proxy.plan = lambda number, method, path: ""
+    with pytest.raises(UserError, match=r"refused .*: check the name of the bucket, none-of-this-name, and its region"):
+        location("s3://none-of-this-name/x").write_bytes(b"1")
 
 
 @pytest.mark.parametrize(

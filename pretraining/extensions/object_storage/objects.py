@@ -38,8 +38,9 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # s, before jitter; each pause is twice 
 # Process 0 prints what is waited for from the first pause of this length on, and again after as many seconds.
 SHOWN_PAUSE, SHOWN_EVERY = 1.0, 8.0
 # Errors in pyarrow's messages that no repetition cures.
-_PERMANENT = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", "NO_SUCH_BUCKET", "EXPIRED_TOKEN",
-              "INVALID_CLIENT_TOKEN_ID", "InvalidBucketName", "PERMISSION_DENIED", "HTTP status 403")  # fmt: skip
+_NO_BUCKET = ("NO_SUCH_BUCKET", "InvalidBucketName")
+_PERMANENT = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", "EXPIRED_TOKEN",
+              "INVALID_CLIENT_TOKEN_ID", "PERMISSION_DENIED", "HTTP status 403", *_NO_BUCKET)  # fmt: skip
 _BEYOND_END = "HTTP status 416"  # of a range in an object that became shorter than it was when it was opened
 _CHANGED = "changed while it is read: restore the indexed object, or start again"
 GOOGLE = "gs://"
@@ -148,6 +149,8 @@ class ObjectPath:
                     raise StorageError(f"{self}: {_CHANGED}") from error
                 if isinstance(error, PermissionError) or any(text in reason for text in _PERMANENT):
                     remedy = "check the credentials that the environment gives, and what they may do"
+                    if any(text in reason for text in _NO_BUCKET):
+                        remedy = f"check the name of the bucket, {name.parts[0]}, and its region"
                     raise StorageError(f"{self}: refused ({reason}): {remedy}") from error
                 if time.monotonic() - began + pause > RETRY_FOR:
                     tried = f"tried for {RETRY_FOR:.0f} s ({reason})"
