@@ -67,6 +67,7 @@ ACCELERATORS = {
         has_kernel=lambda dtype, width: dtype.itemsize == 2 and width <= 256,
         other_kernel="repeated",  # that of other dtypes and widths takes no shared keys: all scores would exist
         skips_masked_blocks=True,
+        # Its kernel, and inductor's, sum in fp32 (ATen's Embedding.cu: up to 3,072 tokens, 32 of them at a time)
         widens_lookups=False,
         divides_gradients=True,
         pins_memory=True,

@@ -45,7 +45,6 @@ ACCELERATORS = {
         _torch_tpu_has_kernel,
         after_sharding=use_rows,
         fuse=fuse_operations,
-        widens_lookups=False,  # nobody has compared the time
         mixed_matmul_precision="medium",
         package="torch_tpu",
         install="`ENGINE=torch bash scripts/train.sh` installs it on a host with TPUs; or use --engine=xla",
