@@ -46,6 +46,6 @@ def ignored(reason: str) -> Conversion:
     return Conversion("ignored", {}, reason)
 
 
-def unsupported_value(reason: str) -> Conversion:
-    """A value that this recipe cannot follow."""
-    return Conversion("unsupported", {}, reason)
+def unsupported_value(reason: str, **values: Any) -> Conversion:
+    """A value that this recipe cannot follow. values: fields that, given as flags, take its place."""
+    return Conversion("unsupported", values, reason)

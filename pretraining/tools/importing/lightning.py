@@ -86,19 +86,25 @@ def _has_data(part: int, source: ForeignConfig) -> bool:
 def _val_interval(value: Any, source: ForeignConfig) -> Conversion:
     if not source.get("trainer.limit_val_batches", 1.0):
         return implied("limit_val_batches is 0: no validation", val_interval=0)
+    if not source.has_flag("valid_data_path", "split", "use_dummy_dataset") and not _has_data(1, source):
+        return implied("the file names no validation data: none", val_interval=0)
+    if isinstance(value, float) and source.values.get("trainer.val_check_interval") is None:
+        return differs("Lightning validates, and saves, at the end of each epoch; give --val_interval in steps")
     if isinstance(value, float):
-        return unsupported_value("a share of an epoch, whose length only the data have; give --val_interval in steps")
+        reason = "a share of an epoch, whose length only the data have; give --val_interval in steps"
+        return unsupported_value(reason, val_interval=value)
     steps = source.steps("trainer.max_steps", -1)
     if is_integer(value) and value > steps > 0:
         return implied(f"never reached within max_steps={steps}: no validation", val_interval=0)
-    if not source.has_flag("valid_data_path", "split", "use_dummy_dataset") and not _has_data(1, source):
-        return implied("the file names no validation data: none", val_interval=0)
     return mapped(val_interval=value)
 
 
 def _validates(source: ForeignConfig) -> bool:
-    """Return whether val_check_interval leaves any validation."""
-    return bool(_val_interval(source.get("trainer.val_check_interval", 1.0), source).values.get("val_interval"))
+    """Return whether --val_interval, or without it val_check_interval, leaves any validation."""
+    if source.has_flag("val_interval"):
+        return str(source.flags["val_interval"]) != "0"
+    conversion = _val_interval(source.get("trainer.val_check_interval"), source)
+    return conversion.status != "unsupported" and bool(conversion.values.get("val_interval"))
 
 
 def _count_batches(value: Any) -> int | None:
@@ -113,7 +119,7 @@ def _batches(field: str) -> KeyMapping:
 
     def convert(value: Any, source: ForeignConfig) -> Conversion:
         if (count := _count_batches(value)) is None:
-            return unsupported_value("a share of the data; give a whole number, or 1.0 for all")
+            return unsupported_value("a share of the data; give a whole number, or 1.0 for all", **{field: value})
         if field == "test_steps" and count and not _has_data(2, source):
             return implied("the file names no test data: none", test_steps=0)
         return mapped(**{field: count})
@@ -169,7 +175,7 @@ TRAINER = {
     "trainer.fast_dev_run": must_be_off("a debugging aid of Lightning's"),
     "trainer.max_time": KeyMapping(_max_time, ("max_run_seconds",), "DD:HH:MM:SS of each start"),
     "trainer.profiler": only((), "use --use_profiler"),
-    "trainer.limit_train_batches": only((1.0,), "give --max_samples, or fewer max_steps"),
+    "trainer.limit_train_batches": only((1.0,), "give --max_samples, or fewer max_steps", "max_samples"),
     "trainer.reload_dataloaders_every_n_epochs": only((0,), "the data are opened once"),
     "trainer.detect_anomaly": must_be_off("a debugging aid of Lightning's"),
     **each("min_steps min_epochs", ignore("training does not stop early"), "trainer."),
@@ -198,7 +204,7 @@ def _save_interval(value: Any, source: ForeignConfig) -> Conversion:
 
 def _default_save_interval(source: ForeignConfig) -> Any:
     """Lightning saves after each validation where no interval is given."""
-    interval = source.get("trainer.val_check_interval")
+    interval = source.integer_flag("val_interval") or source.get("trainer.val_check_interval")
     return interval if is_integer(interval) else None
 
 
@@ -224,9 +230,7 @@ def _keeps_best(source: ForeignConfig) -> bool:
     count, keys = source.get(f"{CALLBACK}.save_top_k"), (f"{CALLBACK}.monitor", f"{CALLBACK}.mode")
     monitor, mode = (source.get(key, "min") for key in keys)
     is_asked = monitor in _LOSSES and mode == "min" and is_integer(count) and count > 0
-    if not (is_asked and _saves(source) and "keep_best" in source.settings):
-        return False
-    return str(source.flags["val_interval"]) != "0" if source.has_flag("val_interval") else _validates(source)
+    return is_asked and _saves(source) and "keep_best" in source.settings and _validates(source)
 
 
 def _monitor(value: Any, source: ForeignConfig) -> Conversion:
@@ -392,7 +396,7 @@ EXP_MANAGER = {
         f"{CALLBACK}.",
     ),
     f"{CALLBACK}.verbose": ignore("each checkpoint is printed"),
-    f"{CALLBACK}.train_time_interval": must_be_off("give --checkpoint_seconds"),
+    f"{CALLBACK}.train_time_interval": must_be_off("give --checkpoint_seconds", "checkpoint_seconds"),
     **each("every_n_epochs save_on_train_epoch_end", must_be_off("checkpoints are saved by steps"), f"{CALLBACK}."),
     **each(
         "always_save_nemo save_nemo_on_train_end save_best_model",
@@ -424,6 +428,7 @@ DEFAULTS = {
     f"{CALLBACK}.save_top_k": _default_callback(3),
     f"{CALLBACK}.monitor": _default_callback("val_loss"),
     "trainer.gradient_clip_val": 0.0,
+    "trainer.val_check_interval": 1.0,
     "trainer.limit_val_batches": _default_val_batches,
     f"{CALLBACK}.every_n_train_steps": _default_save_interval,
 }

@@ -80,20 +80,23 @@ def read_with(key: str) -> KeyMapping:
     return KeyMapping(lambda _, __: implied(f"read with {key}"), (), f"read with {key}")
 
 
-def only(values: Iterable[Any], reason: str) -> KeyMapping:
-    """A key that is ignored while it is null or one of `values`; any other value is refused."""
-    allowed = [*values, None]
+def only(values: Iterable[Any], reason: str, field: str = "") -> KeyMapping:
+    """A key that is ignored while it is null or one of `values`; any other value is refused.
+
+    field: ours, which as a flag takes the place of the other value.
+    """
+    allowed, fields = [*values, None], (field,) if field else ()
 
     def convert(value: Any, _: ForeignConfig) -> Conversion:
         is_allowed = any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed)
-        return ignored("as here") if is_allowed else unsupported_value(reason)
+        return ignored("as here") if is_allowed else unsupported_value(reason, **dict.fromkeys(fields, value))
 
-    return KeyMapping(convert, (), f"refused unless {', '.join(map(str, allowed))}: {reason}")
+    return KeyMapping(convert, fields, f"refused unless {', '.join(map(str, allowed))}: {reason}")
 
 
-def must_be_off(reason: str) -> KeyMapping:
-    """A key that is ignored while its option is off and refused when it is on."""
-    return KeyMapping(only((False, 0, 0.0, "", [], {}), reason).convert, (), f"refused where on: {reason}")
+def must_be_off(reason: str, field: str = "") -> KeyMapping:
+    """A key that is ignored while its option is off and refused when it is on. field: see `only`."""
+    return only((False, 0, 0.0, "", [], {}), reason, field)._replace(description=f"refused where on: {reason}")
 
 
 def choice(conversions: Mapping[Any, Conversion], description: str = "") -> KeyMapping:

@@ -424,7 +424,7 @@ def data_section(prefix: str) -> dict[str, KeyMapping]:
     )
 
     note = "NeMo shuffles the rows of documents that are in order; give --shuffle"
-    in_order = Conversion("unsupported", {"shuffle": "shards"}, note)
+    in_order = unsupported_value(note, shuffle="shards")
 
     def store(value: Any, source: ForeignConfig) -> Conversion:
         if source.get(f"{prefix}use_sft_style_data_module"):  # which reads JSON lines and Arrow

@@ -125,7 +125,7 @@ def _fp8(value: Any, source: ForeignConfig) -> Conversion:
     }
     for reason, is_another in differences.items():
         if is_another:
-            return Conversion("unsupported", {"precision": "fp8"}, f"{reason}; give --precision")
+            return unsupported_value(f"{reason}; give --precision", precision="fp8")
     note = "factors are powers of two, from the largest elements of the same product instead of earlier ones"
     return precision("fp8", note)._replace(status="different")
 

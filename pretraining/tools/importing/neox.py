@@ -126,7 +126,7 @@ def _offload(value: Any, _: ForeignConfig) -> Conversion:
     """The device of one part of the state; here all of it is in host memory, or none."""
     if value == "none":
         return unchanged("on the devices")
-    return Conversion("unsupported", {"cpu_offload": True}, f"give --cpu_offload=True, {_OFFLOADED} in host memory")
+    return unsupported_value(f"give --cpu_offload=True, {_OFFLOADED} in host memory", cpu_offload=True)
 
 
 def _zero_stage(value: Any, source: ForeignConfig) -> Conversion:
@@ -205,7 +205,6 @@ _OFF = {
     "stopping before train_iters": "exit_interval",
     "another way to pack documents": "enforce_sample_length",
     "documents with their middle at the end": "fim_rate extra_sentinel_tokens",
-    "another growth of the global batch: give --rampup_batch_size": "batch_scheduling batch_scheduling.*",
 }
 
 FORMAT = TrainerFormat(
@@ -237,6 +236,10 @@ FORMAT = TrainerFormat(
         **each(
             "te_fp8_format te_fp8_wgrad te_fp8_amax_history_len te_fp8_amax_compute_algo te_fp8_margin",
             read_with("te_fp8_mha"),
+        ),
+        **each(
+            "batch_scheduling batch_scheduling.*",
+            must_be_off("another growth of the global batch: give --rampup_batch_size", "rampup_batch_size"),
         ),
         "tokenizer_type": tokenizer_kind("vocab_file"),
         "moe_num_experts": only((0, 1), "mixtures of experts"),

@@ -90,7 +90,7 @@ def _qk_norm(value: Any, _: ForeignConfig) -> Conversion:
     if not value:
         return mapped(qk_norm=False)
     note = "one norm over all heads of a tensor rank, of queries and of keys; --qk_norm=True normalizes each head"
-    return Conversion("unsupported", {"qk_norm": True}, note)
+    return unsupported_value(note, qk_norm=True)
 
 
 def _mlp_bias(value: Any, source: ForeignConfig) -> Conversion:
@@ -186,7 +186,8 @@ def _gated(written: int, multiple: int, hidden: int) -> Conversion:
     both = math.ceil(narrowed / (2 * multiple)) * 2 * multiple
     each = math.ceil(narrowed // 2 / multiple) * multiple
     if both != 2 * each:
-        return unsupported_value(f"NeoX rounds it to {both} and 2 x {each}, which disagree; give --intermediate_size")
+        reason = f"NeoX rounds it to {both} and 2 x {each}, which disagree; give --intermediate_size"
+        return unsupported_value(reason, intermediate_size=each)
     note = f"a gated layer takes 2/3 of {written}, half of it for each projection"
     if each < 2 * hidden:
         note += "; narrow: a file of before September 2024? --neox_gated_ffn=legacy takes the width as written"
@@ -373,7 +374,7 @@ def _style(value: Any, source: ForeignConfig) -> Conversion:
         return implied(note, lr_schedule="hybrid_cosine_inv_sqrt")
     if name not in ("constant", "linear", "cosine", "exponential"):
         reason = f"known are constant, linear, cosine and exponential, and Stable LM's {HYBRID}"
-        return Conversion("unsupported", {"lr_schedule": name}, f"{reason}; give --lr_schedule")
+        return unsupported_value(f"{reason}; give --lr_schedule", lr_schedule=name)
     return mapped(lr_schedule=f"{era}_{name}")
 
 

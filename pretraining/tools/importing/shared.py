@@ -83,7 +83,7 @@ def vocabulary_multiple(tensor_key: str) -> KeyMapping:
         rows += ", which learns that padding never comes; here it has no probability"
         if (value * theirs) % ours:
             remedy = f"--tensor_parallel_size={ours} does not divide that: give --make_vocab_size_divisible_by"
-            return unsupported_value(f"{rows}; {remedy}")
+            return unsupported_value(f"{rows}; {remedy}", make_vocab_size_divisible_by=value)
         return implied(rows, make_vocab_size_divisible_by=value * theirs // ours)
 
     return KeyMapping(convert, ("make_vocab_size_divisible_by",), "times the tensor ranks, in both")
@@ -133,7 +133,7 @@ def corpora(paths: list[str], weights: list[str], part: str = "") -> Conversion:
         return implied("Megatron's index, with its .bin next to it", **{f"{part}data_path": indexes[0]})
     if part == "test_":
         note = "a mixture to test on; give --test_data_path, one of them"
-        return Conversion("unsupported", {"test_data_path": indexes[0]}, note)
+        return unsupported_value(note, test_data_path=indexes[0])
     root = os.path.commonpath([Path(index).parent for index in indexes])
     values = {f"{part}data_path": root, f"{part}datasets": ",".join(os.path.relpath(path, root) for path in indexes)}
     if weights:
