@@ -60,6 +60,16 @@ def to(name: str, note: str = "") -> KeyMapping:
     return KeyMapping(lambda value, _: Conversion(status, {name: value}, note), (name,), note)
 
 
+def either(name: str, *keys: str) -> KeyMapping:
+    """The field `name`, a switch that each of several keys turns on."""
+
+    def convert(value: Any, source: ForeignConfig) -> Conversion:
+        key = next((key for key in keys if not value and source.get(key)), "")
+        return implied(f"with {key}", **{name: source.get(key)}) if key else mapped(**{name: value})
+
+    return KeyMapping(convert, (name,))
+
+
 def ignore(reason: str) -> KeyMapping:
     """A key without meaning here, whatever its value."""
     return KeyMapping(lambda _, __: ignored(reason), (), f"ignored: {reason}")
