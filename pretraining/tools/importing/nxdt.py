@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from pretraining.config.errors import Problem
 from pretraining.config.grammar import comma_separated
 from pretraining.extensions.projections import PROJECTIONS
 from pretraining.tools.importing import lightning, megatron, megatron_optim, shared
@@ -276,6 +277,12 @@ def _lora_saving(_: Any, source: ForeignConfig) -> Conversion:
     return implied("save_lora_base with merge_lora", lora_save_mode=mode)
 
 
+def _has_model_source(source: ForeignConfig) -> Iterator[Problem]:
+    """Check that the file names the models whose defaults and whose reading of keys count."""
+    if source.get("model_source") is None:
+        yield Problem("model_source=None", "is not in the file, and NxD Training has no default: give megatron or hf")
+
+
 # The schema of its exp_manager says True, but its code reads the file itself.
 SOURCES = {
     f"exp_manager.{key}": f"exp_manager.get({key!r}, False) in NxD Training's lightning_modules/model/base.py"
@@ -368,13 +375,16 @@ FORMAT = TrainerFormat(
         **lightning.DEFAULTS,
         **dict.fromkeys(SOURCES, False),
         **megatron_optim.DEFAULTS,
-        "model.do_layer_norm_weight_decay": False,
+        "model.do_layer_norm_weight_decay": lambda source: (
+            None if source.get("model.fusions.do_layer_norm_weight_decay") is not None else False
+        ),
         **{f"model.{name}": _of_megatron(value) for name, value in {**megatron.DEFAULTS, "has_bias": True}.items()},
         "model.use_scaled_init_method": lambda source: False if source.get("model_source") == "hf" else None,
         "distributed_strategy.zero1": True,
         "precision.type": "mixed_precision",
     },
     (
+        _has_model_source,
         megatron_optim.schedule_is_indented,
         megatron.batch_check("data.", "distributed_strategy."),
     ),
