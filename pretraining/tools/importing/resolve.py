@@ -98,6 +98,8 @@ def import_foreign(
     merged, origins = _merge([*keys, *defaults], foreign)
     _override([*keys, *defaults], flags)
     below, below_origins, problems, notes = model_flags({**merged, **flags})
+    replaced = [name for name in below_origins if name in merged and name not in flags and below[name] != merged[name]]
+    notes += [Problem(origins[name], f"replaces {below_origins[name]}") for name in replaced]
     given = {name: value for name, value in flags.items() if name not in ORIGIN}
     idle = {other for pair in ALTERNATIVES for other in pair if set(pair) & given.keys() and other not in given}
     idle |= DESCRIBES_DATA - given.keys() if given.get("data_path") else set()

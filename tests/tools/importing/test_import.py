@@ -413,6 +413,9 @@ def test_an_nxdt_file_takes_the_dimensions_it_leaves_out_from_its_model_config(t
     path = write(tmp_path, LLAMA, "model.json")
     own = config(node, tmp_path)
     assert (own.num_layers, own.intermediate_size, own.num_kv_heads) == (2, 48, 2)  # 2 layers: the file's own
+    other = put(deepcopy(node), "model.layernorm_epsilon", 1e-5)  # which NxD Training reads from config.json alone
+    replaced = {notice.remedy.split()[1] for notice in resolved(other, tmp_path).warnings}
+    assert replaced == {"num_hidden_layers=3", "max_position_embeddings=64", "rms_norm_eps=1e-06"}
     put(node, "model.model_config", "/elsewhere/model.json")
     assert config(node, tmp_path, model_config_path=path) == own
     llama3 = model_shape(config(node, tmp_path, model_variant="llama3_8b", num_kv_heads="2"))
