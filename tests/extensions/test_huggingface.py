@@ -508,6 +508,21 @@ def test_an_absent_key_has_the_default_of_transformers_in_every_reader(family: s
         assert fields.get("sliding_window") == (4096 if family == "mistral" else None)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_key_of_another_family_is_not_read_as_in_transformers(family: str, tmp_path: Path) -> None:
+    biases = {"llama": {"attention_bias", "mlp_bias"}, "qwen3": {"attention_bias"}, "gpt_neox": {"attention_bias"}}
+    others = {"attention_bias": True, "mlp_bias": True, "rms_norm_eps": 0.5, "layer_norm_eps": 0.5, "rotary_pct": 0.5}
+    others |= {"hidden_dropout": 0.5, "rotary_emb_base": 5.0, "use_parallel_residual": True}
+    own = {"rms_norm_eps"} if family != "gpt_neox" else others.keys() - {"rms_norm_eps", "mlp_bias"}
+    others = {key: value for key, value in others.items() if key not in own | biases.get(family, set())}
+    given = {"model_type": family, "hidden_size": 64, "num_attention_heads": 32}
+    (tmp_path / "config.json").write_text(json.dumps({**given, **others}))
+    flags = model_flags({"model_config_path": tmp_path})
+    assert flags.values == ModelDescription(given).fields and not flags.problems
+    (note,) = flags.notes
+    assert set(note.remedy.partition(": ")[2].split(", ")) == others.keys()
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_s_dimensions_survive_the_trip(variant: str) -> None:
     config = TrainConfig(model_variant=variant, norm_eps=1e-6)

@@ -89,6 +89,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         **{"attention_bias": True, "use_parallel_residual": True},
     },
 }
+# Keys that transformers reads for these families alone.
+OF_FAMILIES = {
+    "attention_bias": ("llama", "qwen3", GPT_NEOX),
+    "mlp_bias": ("llama",),
+    "rms_norm_eps": ("llama", "mistral", "qwen2", "qwen3"),
+    **dict.fromkeys(("layer_norm_eps", "hidden_dropout", "rotary_emb_base"), (GPT_NEOX,)),
+    **dict.fromkeys(("rotary_pct", "use_parallel_residual"), (GPT_NEOX,)),
+}
 # Values of keys that stand for the only thing that this model does; any other value is refused.
 FIXED = {"use_sliding_window": False, "pretraining_tp": 1}
 # Keys that say nothing of the model's shape or function.
@@ -145,7 +153,9 @@ class ModelDescription:
     def _read(self, key: str, value: Any, family: str) -> None:
         if key == "sliding_window" and family != "mistral":
             return  # without use_sliding_window it has no effect
-        if key in FIELDS:
+        if family not in OF_FAMILIES.get(key, FAMILIES):
+            self.unknown |= {key: value} if value else {}  # of what is off, nothing is lost
+        elif key in FIELDS:
             self._set(FIELDS[key], key, value)
         elif key == "hidden_act":
             self._choose("activation", key, value, FAMILIES[family].activations)

@@ -42,7 +42,8 @@ def model_flags(flags: Mapping[str, object]) -> ModelFlags:
     model = ModelDescription(read_mapping(path))
     origins = {field: f"{origin} in {path}" for field, origin in model.origins.items()}
     problems = [problem._replace(subject=f"{path}: {problem.subject}") for problem in model.problems]
-    misspelled = {key: value for key, value in model.unknown.items() if FORMAT.is_misspelled(key)}
+    unknown = {key: value for key, value in model.unknown.items() if key not in FORMAT.mappings}
+    misspelled = {key: value for key, value in unknown.items() if FORMAT.is_misspelled(key)}
     problems += [Problem(f"{path}: {key}={value}", FORMAT.no_such_key(key)) for key, value in misspelled.items()]
     others = ", ".join(key for key in model.unknown if key not in misspelled)
     notes = [Problem(str(path), f"not read, as in transformers: {others}")] if others else []
