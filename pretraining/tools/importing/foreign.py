@@ -27,6 +27,7 @@ class ForeignConfig:
     from_launcher: bool = False  # NeMo's launcher fills in values that the file refers to
     other_stages: Collection[str] = ()  # keys of the launcher that are not about the training
     files: Mapping[str, Path] = field(default_factory=dict)  # dotted key -> the file that holds it
+    replaced: Mapping[str, str] = field(default_factory=dict)  # "key=value in FILE" of another spelling -> the key
     settings: Mapping[str, Setting] = field(default_factory=lambda: settings_of(FileConfig))  # that a key may set
     optimizers: Mapping[str, Hyperparameters] = field(default_factory=FileConfig.optimizers)  # that are there
     era: str = ""  # GPT-NeoX alone: whose defaults count

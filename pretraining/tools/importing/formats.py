@@ -109,16 +109,28 @@ def format_of(trees: Sequence[Mapping[str, Any]], paths: Sequence[str]) -> str:
 def _open_neox(trees: Sequence[Mapping[str, Any]], paths: Sequence[str], flags: Mapping[str, object]) -> ForeignConfig:
     """Merge the keys of all files, with underscores for dashes.
 
-    As in NeoX, one spelling in two files is an error, and of two spellings the later file's wins.
+    As in NeoX, one spelling in two files is an error, and of two spellings the later file's wins, with a warning.
     """
     values: dict[str, Any] = {}
     files: dict[str, Path] = {}
     spellings: dict[str, str] = {}
+    replaced: dict[str, str] = {}
     for tree, path in zip(trees, paths, strict=True):
         for written, value in leaves(tree):
             name = written.replace("-", "_")
             if spellings.get(name) == written:
                 raise UserError(f"{written}: is both in {files[name]} and in {path}; leave one out")
+            if name in values and values[name] != value:
+                replaced[f"{spellings[name]}={values[name]} in {files[name]}"] = name
             values[name], files[name], spellings[name] = value, Path(path), written
     era, reason = neox.era_of(values, str(flags.get("neox_era", "auto")))
-    return ForeignConfig(values, neox.FORMAT.defaults, flags, written=values, files=files, era=era, era_reason=reason)
+    return ForeignConfig(
+        values,
+        neox.FORMAT.defaults,
+        flags,
+        written=values,
+        files=files,
+        replaced=replaced,
+        era=era,
+        era_reason=reason,
+    )

@@ -90,6 +90,12 @@ def era_is_known(source: ForeignConfig) -> Iterator[Problem]:
         yield Problem("--neox_era=auto", f"{UNKNOWN}; give --neox_era=2022, 2023 or head: {'; '.join(outcomes)}")
 
 
+def spelling_is_one(source: ForeignConfig) -> Iterator[Problem]:
+    """Check that no key has two values, of which NeoX takes the later one, because it is spelled in two ways."""
+    for other, key in source.replaced.items():
+        yield Problem(other, f"is not read: {key}={source.get(key)} in {source.files[key]}, another spelling, is later")
+
+
 # Key, our field, default before 2023-12-26 and since (`megatron/neox_arguments/neox_args.py`, `deepspeed_args.py`).
 CHANGED_DEFAULTS = (
     ("gradient_clipping", "grad_clip_thresh", 0.0, 1.0),
@@ -287,6 +293,7 @@ FORMAT = TrainerFormat(
         ),
     },
     (batch_agrees, era_is_known),
+    (spelling_is_one,),
     required={
         ("seq_length",): "seq_length",
         ("train_iters", "train_epochs"): "num_steps",

@@ -441,6 +441,9 @@ def test_of_two_spellings_of_a_neox_key_the_later_file_counts(tmp_path: Path) ->
     later = write(tmp_path, {"seq-length": 16, "log-interval": 3}, "b.json")
     both = from_flags({"import_config": f"{model},{later}", **ENOUGH})
     assert (both.seq_length, both.report_interval) == (16, 3)
+    notices = import_foreign({"import_config": f"{model},{later}", **ENOUGH}, (), CONFIGURATION).warnings
+    assert {notice.subject for notice in notices} == {f"seq_length=32 in {model}", f"log_interval=1 in {model}"}
+    assert all(later in notice.remedy for notice in notices)
     assert from_flags({"import_config": f"{later},{model}", **ENOUGH}).seq_length == 32
 
 
