@@ -48,6 +48,7 @@ class ForeignConfig:
     def integer(self, key: str, otherwise: int = 1) -> int:
         """Return the whole number that `key` holds; `otherwise` where it holds none, which is an error of that key."""
         value = self.get(key, otherwise)
+        value = int(value) if isinstance(value, float) and value.is_integer() else value  # 1e5
         return value if is_integer(value) else otherwise
 
     def integer_flag(self, name: str) -> int:
