@@ -344,7 +344,7 @@ def _max_norm(value: Any, source: ForeignConfig) -> Conversion:
 def _clip_grad(value: Any, source: ForeignConfig) -> Conversion:
     if source.values.get("gradient_clipping") is not None:
         return implied("gradient_clipping counts")
-    return mapped(grad_clip_thresh=value)
+    return differs("as written; GPT-NeoX replaces it by gradient_clipping", grad_clip_thresh=value)
 
 
 def _argument(_: Any, source: ForeignConfig) -> Conversion:

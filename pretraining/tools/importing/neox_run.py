@@ -113,6 +113,14 @@ def _batch_key(value: Any, source: ForeignConfig) -> Conversion:
     return implied("train_batch_size = micro batch x accumulation x data-parallel ranks", **values)
 
 
+def _gas(value: Any, source: ForeignConfig) -> Conversion:
+    """A copy of gradient_accumulation_steps, which NeoX writes over (`calculate_derived` of `arguments.py`)."""
+    conversion = _batch_key(value, source)
+    if value == 1 or conversion.status == "unsupported" or source.get("gradient_accumulation_steps") is not None:
+        return conversion
+    return differs("as written; GPT-NeoX replaces it by gradient_accumulation_steps, 1 by default", **conversion.values)
+
+
 def batch_agrees(source: ForeignConfig) -> Iterator[Problem]:
     """Check that the devices hold whole models, and that the three sizes of a batch are one arithmetic."""
     if source.has_flag("global_batch_size", "batch_size"):
@@ -285,7 +293,8 @@ _PRECISIONS = choice({"bfloat16": precision("mixed_bf16"), "fp16": precision("fp
 RUN = {
     "train_iters": to("num_steps"),
     "train_epochs": KeyMapping(_epochs, ("num_epochs",), "with lr_decay_iters, or --num_steps"),
-    **each("train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gas", BATCH),
+    **each("train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps", BATCH),
+    "gas": BATCH._replace(convert=_gas),
     **same_names(
         "checkpoint_scale keep_last_n_checkpoints tensorboard_dir log_dir log_param_norm log_grad_norm memory_profiling"
     ),
