@@ -27,9 +27,9 @@ from pretraining.tools.importing.mappings import (
     choice,
     differ,
     each,
-    either,
     ignore,
     must_be_off,
+    one_switch,
     only,
     to,
     to_one_of,
@@ -339,7 +339,7 @@ EXP_MANAGER = {
     "exp_manager.create_checkpoint_callback": KeyMapping(_callback, ("checkpoint_interval",), "false: 0"),
     "exp_manager.log_parameter_norm": to("log_param_norm"),
     "exp_manager.log_gradient_norm": to("log_grad_norm"),
-    "exp_manager.log_step_timing": either("log_step_timing", "exp_manager.enable_recovery_time_instrumentation"),
+    "exp_manager.log_step_timing": one_switch("log_step_timing", "exp_manager.enable_recovery_time_instrumentation"),
     "exp_manager.create_straggler_detection_callback": to("log_stragglers"),
     "exp_manager.enable_recovery_time_instrumentation": choice(
         {True: implied("checkpoints are timed too", log_step_timing=True), False: unchanged("off")}

@@ -60,7 +60,7 @@ def to(name: str, note: str = "") -> KeyMapping:
     return KeyMapping(lambda value, _: Conversion(status, {name: value}, note), (name,), note)
 
 
-def either(name: str, *keys: str) -> KeyMapping:
+def one_switch(name: str, *keys: str) -> KeyMapping:
     """The field `name`, a switch that each of several keys turns on."""
 
     def convert(value: Any, source: ForeignConfig) -> Conversion:
