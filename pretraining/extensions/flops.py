@@ -42,20 +42,24 @@ def frozen_weights(config: TrainConfig) -> int:
 
     weights = on_meta(config).named_parameters()
     frozen = {name: weight.numel() for name, weight in weights if weight.dim() > 1 and not config.is_trained(name)}
-    return sum(size for name, size in frozen.items() if ".embed_" not in name or config.tie_word_embeddings)
+    return sum(size for name, size in frozen.items() if ".embed_" not in name or _is_head(config, name))
+
+
+def _is_head(config: TrainConfig, name: str) -> bool:
+    return config.tie_word_embeddings and name == "model.embed_tokens.weight"
 
 
 def flops_per_token(shape: ModelShape, seq_length: int, frozen: int = 0) -> FlopsPerToken:
     """Return the FLOPs of training on one token of a sequence of `seq_length`. frozen: see frozen_weights.
 
-    6 N: two per weight in the forward pass, four in the backward. N is every parameter except the input embedding,
-    which is a lookup (torchtitan and nanochat leave it out too; fms-fsdp's published figures leave it in, 2 % more at
-    7 B). The output head is in. Of a frozen weight there is no gradient, so it takes four; adapters are not counted.
+    6 N: two per weight in the forward pass, four in the backward. N is every parameter except the input embeddings of
+    tokens and positions, which are lookups (torchtitan and nanochat leave them out too; fms-fsdp's published figures
+    leave them in, 2 % more at 7 B). The output head is in. Of a frozen weight there is no gradient, so it takes four;
+    adapters are not counted.
     12 L d S: the scores and their product with the values in L layers, where d is heads x head_dim and S the sequence
     length.
     """
-    lookup = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size
-    weights = shape.parameters - lookup
+    weights = shape.parameters - shape.embedding_parameters + shape.vocab_size * shape.hidden_size
     attention = 12 * shape.num_layers * shape.num_attention_heads * shape.head_dim * seq_length
     products = 6 * weights - 2 * frozen
     return FlopsPerToken(products + attention, products + attention // 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -24,8 +26,10 @@ def counted_flops(config: TrainConfig) -> int:
 
 
 @pytest.mark.parametrize("variant", ["tiny", "llama2_7b", "llama3_8b", "llama3_70b"])
-def test_the_formula_equals_the_matrix_products_of_the_model(variant: str) -> None:
-    config = TrainConfig(model_variant=variant, num_layers=3, seq_length=256)
+@pytest.mark.parametrize(("positions", "tied"), [("rope", False), ("learned_absolute", True)])
+def test_the_formula_equals_the_matrix_products_of_the_model(variant: str, positions: str, tied: bool) -> None:
+    options: dict[str, Any] = {"position_embedding_type": positions, "tie_word_embeddings": tied}
+    config = TrainConfig(model_variant=variant, num_layers=3, seq_length=256, **options)
     shape = model_shape(config)
     norms = 6 * shape.hidden_size * (2 * shape.num_layers + 1)  # in N, but no matrix product
     assert counted_flops(config) == 256 * (flops_per_token(shape, 256).full - norms)
@@ -33,9 +37,11 @@ def test_the_formula_equals_the_matrix_products_of_the_model(variant: str) -> No
 
 def test_a_frozen_weight_below_adapters_takes_two_thirds_of_the_operations() -> None:
     pytest.importorskip("pretraining.extensions.lora")
-    config = CONFIGURATION(model_variant="llama3_8b", num_layers=3, seq_length=256, lora_rank=1)
-    # The counter has the adapters, and no gradient of the input of the first block.
-    assert counted_flops(config) == pytest.approx(256 * training_flops(config, 256).full, rel=0.02)
+    for positions, tied in (("rope", False), ("learned_absolute", True)):
+        options: dict[str, Any] = {"position_embedding_type": positions, "tie_word_embeddings": tied}
+        config = CONFIGURATION(model_variant="llama3_8b", num_layers=3, seq_length=256, lora_rank=1, **options)
+        # The counter has the adapters, and no gradient of the input of the first block.
+        assert counted_flops(config) == pytest.approx(256 * training_flops(config, 256).full, rel=0.02)
 
 
 def test_fms_fsdps_published_mfu_of_7b_on_a100_is_met() -> None:
