@@ -8,6 +8,7 @@ dense fp8 has twice as many.
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 GIB = 2**30
@@ -18,7 +19,7 @@ class DeviceKind(NamedTuple):
 
     name: str  # as --plan_device_kind takes it
     title: str  # as it is printed with an MFU
-    aliases: tuple[tuple[str, ...], ...]  # words that a reported name contains, in any case; all of one alias
+    aliases: tuple[tuple[str, ...], ...]  # words that end in a reported name, in any case; all of one alias
     peak_flops: float  # operations per second
     memory: int = 0  # bytes
     float8_speed: int = 0  # dense fp8 operations per bf16 operation; 0: no fp8
@@ -30,7 +31,7 @@ DEVICE_KINDS = (
     # docs.cloud.google.com/tpu/docs: v4, v5e, v5p, v6e. TPU_ACCELERATOR_TYPE says "v5litepod", PJRT "v5 lite" and
     # "v6 lite".
     DeviceKind("tpu-v4", "TPU v4", (("tpu", "v4"),), 275e12, 32 * GIB),
-    DeviceKind("tpu-v5e", "TPU v5e", (("tpu", "v5e"), ("tpu", "v5lite"), ("tpu", "v5 lite")), 197e12, 16 * GIB),
+    DeviceKind("tpu-v5e", "TPU v5e", (("tpu", "v5e"), ("tpu", "v5litepod"), ("tpu", "v5 lite")), 197e12, 16 * GIB),
     DeviceKind("tpu-v5p", "TPU v5p", (("tpu", "v5p"),), 459e12, 95 * GIB),
     DeviceKind("tpu-v6e", "TPU v6e", (("tpu", "v6e"), ("tpu", "v6 lite")), 918e12, 32 * GIB),
     # awsdocs-neuron: Trainium (190 TFLOP/s and 32 GiB on two NeuronCores), Trainium2 (667 TFLOP/s and 96 GiB on eight
@@ -47,7 +48,7 @@ DEVICE_KINDS = (
     DeviceKind("h100-nvl", "H100 NVL", (("h100", "nvl"),), 835.5e12, 94 * GIB, 2),
     DeviceKind("h100-pcie", "H100 PCIe", (("h100", "pcie"),), 756.5e12, 80 * GIB, 2),
     DeviceKind("h100", "H100 SXM", (("h100",),), 989.5e12, 80 * GIB, 2),
-    DeviceKind("a100-80", "A100", (("a100", "80"),), 312e12, 80 * GIB),
+    DeviceKind("a100-80", "A100", (("a100", "80gb"),), 312e12, 80 * GIB),
     DeviceKind("a100-40", "A100", (("a100",),), 312e12, 40 * GIB),
     DeviceKind("l40s", "L40S", (("l40s",),), 362e12, 48 * GIB, 2),
     DeviceKind("l40", "L40", (("l40",),), 181e12, 48 * GIB, 2),
@@ -57,6 +58,8 @@ DEVICE_KINDS = (
     DeviceKind("rtx-4090", "GeForce RTX 4090", (("rtx 4090",),), 165.2e12, 24 * GIB, 2),
     DeviceKind("mi300x", "MI300X", (("mi300x",),), 1307.4e12, 192 * GIB, 2),  # AMD's data sheet
 )
+# Devices, or parts of them, that have the name of a faster one in theirs: RTX 4090 Laptop GPU, A100 MIG 1g.10gb
+SLOWER = re.compile(r"\b(laptop|max-q|mig|4090 d)\b")
 
 
 def kind_of(device_name: str, precision: str = "") -> DeviceKind | None:
@@ -66,8 +69,13 @@ def kind_of(device_name: str, precision: str = "") -> DeviceKind | None:
     bf16; None where the table does not know it.
     """
     name = device_name.lower()
-    known = (kind for kind in DEVICE_KINDS if any(all(word in name for word in alias) for alias in kind.aliases))
-    kind = next(known, None)
+    known = (kind for kind in DEVICE_KINDS if any(all(_ends(word, name) for word in alias) for alias in kind.aliases))
+    kind = None if SLOWER.search(name) else next(known, None)
     if kind is None or precision != "fp8":
         return kind
     return kind._replace(peak_flops=kind.float8_speed * kind.peak_flops, dtype="fp8") if kind.float8_speed else None
+
+
+def _ends(word: str, name: str) -> bool:
+    """Return whether the name contains the word, and no letter or digit after it: an RTX A1000 is no A100."""
+    return re.search(f"{word}(?![a-z0-9])", name) is not None

@@ -101,9 +101,15 @@ def test_in_fp8_the_peak_is_that_of_fp8_and_unknown_where_there_is_none() -> Non
     assert kind_of("NVIDIA A100-SXM4-80GB", "fp8") is None
 
 
-@pytest.mark.parametrize(
-    "device", ["CPU", "", "NVIDIA T4", "TPU", "NEURON", "NVIDIA GeForce RTX 3090", "AMD Instinct MI250X"]
-)
+UNKNOWN = [
+    *("CPU", "", "NVIDIA T4", "TPU", "NEURON", "NVIDIA GeForce RTX 3090", "AMD Instinct MI250X"),
+    # Names in which those of other devices are
+    *("NVIDIA RTX A1000", "NVIDIA A10M", "NVIDIA L40G", "NVIDIA GeForce RTX 4090 D"),
+    *("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-80GB MIG 1g.10gb"),
+]
+
+
+@pytest.mark.parametrize("device", UNKNOWN)
 def test_an_unknown_device_has_no_peak_and_no_mfu(device: str) -> None:
     speed = Meter(1000, 1, flops_per_token(VARIANTS["tiny"], 64), kind_of(device)).speed(0.5)
     assert speed["mfu"] is None
