@@ -11,6 +11,7 @@ from pretraining.config.variants import model_shape
 from pretraining.extensions.flops import flops_formula
 from pretraining.extensions.units import amount, describe_micro_batches, flop, size
 from pretraining.monitor.figures import duration, percent
+from pretraining.optim.precision import precision_of
 from pretraining.parallel.recompute import model_mask
 from pretraining.parallel.sharding import axes_of
 from pretraining.tools.plan.compiled import CompiledStep
@@ -144,13 +145,22 @@ def _time(plan: Plan) -> list[str]:
         f"{computation} and {overlapped} of communication that overlaps with it, and {plan.exposed_seconds:.3f} s of "
         "communication that does not",
         f"speed          {plan.tokens_per_second:,.0f} tokens/s, {plan.tokens_per_second / devices:,.0f} per device",
-        f"run            {counted(config.num_steps, 'step')}: {duration(tokens / plan.tokens_per_second)}, "
+        f"run            {counted(config.num_steps, 'step')}: {duration(plan.run_seconds)}, "
         f"{amount(tokens)} tokens, {flop(plan.flops * tokens)}",
         *cost,
         f"assumed        {kind.efficiency:.0%} of {flop(kind.device.peak_flops)}/s, recomputation included; "
         f"{kind.link / 1e9:,.0f} GB/s within {counted(plan.island.devices, 'device')}, "
         f"{kind.network / 1e9:,.4g} GB/s beyond",
+        *_other_products(config),
     ]
+
+
+def _other_products(config: PlanConfig) -> list[str]:
+    """Return a line where the run's products have another peak than bf16, of which alone the plan knows the speed."""
+    is_fp32 = precision_of(config).compute.itemsize == 4
+    products = "fp8" if config.precision_mode == "fp8" else "fp32" * is_fp32
+    note = f"assumed        bf16 products, although this run's are {products}: the time is that of bf16"
+    return [note] * bool(products)
 
 
 def ranking(plans: list[Plan], asked: PlanConfig) -> str:
@@ -186,8 +196,7 @@ def _row(number: int, plan: Plan, mark: str) -> str:
 
 def _cost(plan: Plan) -> float:
     """Return what the run costs at plan_price."""
-    hours = plan.config.sequences_of_run * plan.config.seq_length / plan.tokens_per_second / 3600
-    return hours * plan.config.plan_devices * plan.config.plan_price
+    return plan.run_seconds / 3600 * plan.config.plan_devices * plan.config.plan_price
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -208,7 +217,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "collectives": [collective._asdict() for collective in plan.collectives],
         "step_seconds": plan.step_seconds,
         "tokens_per_second": plan.tokens_per_second,
-        "run_seconds": plan.config.num_steps * plan.step_seconds,
+        "run_seconds": plan.run_seconds,
         "mfu": plan.mfu,
     }
 

@@ -86,6 +86,11 @@ class Plan(NamedTuple):
         """Tokens of all devices per second."""
         return self.config.tokens_per_step / self.step_seconds
 
+    @property
+    def run_seconds(self) -> float:
+        """Seconds of all steps, of which those of a smaller global batch are shorter."""
+        return self.config.sequences_of_run * self.config.seq_length / self.tokens_per_second
+
     def bytes_of(self, weight: StateTensor) -> int:
         """Return the bytes of a parameter on one device."""
         return tensor_bytes(self.config, self.mesh, weight)

@@ -25,7 +25,7 @@ from pretraining.tools.plan.compiled import CompiledProgram, CompiledStep
 from pretraining.tools.plan.devices import PLAN_KINDS
 from pretraining.tools.plan.engines import engine_of
 from pretraining.tools.plan.memory import stream_bytes
-from pretraining.tools.plan.page import VARIED, compiled_page, flags_of, page, ranking
+from pretraining.tools.plan.page import VARIED, as_json, compiled_page, flags_of, page, ranking
 from pretraining.tools.plan.plan import USABLE, Plan, best_cuts, nearest_fit, plan_of, refusals, search
 from pretraining.tools.plan.stages import planned_idle_share
 from pretraining.tools.plan.traffic import ring
@@ -318,6 +318,18 @@ def test_the_page_shows_speed_duration_and_operations_that_agree() -> None:
     assert lines["cost"] == f"{2.5 * hours:,.0f} at 2.5 per device and hour"
     longer = max(plan.compute_seconds, plan.overlapped_seconds)
     assert plan.step_seconds == pytest.approx(longer + plan.exposed_seconds)
+    for fields, products in (({"mixed_precision": False}, "fp32"), ({"precision": "fp8"}, "fp8"), ({}, "")):
+        note = f"assumed        bf16 products, although this run's are {products}: the time is that of bf16"
+        assert (note in page(plan_of(config(**fields)))) == bool(products)
+
+
+def test_a_run_whose_batches_grow_takes_as_long_on_the_page_as_in_the_file(tmp_path: Path) -> None:
+    pytest.importorskip("pretraining.extensions.batch_rampup")
+    plan = plan_of(config(num_steps=10_000, global_batch_size=256, rampup_batch_size="64,64,500_000"))
+    assert plan.run_seconds == pytest.approx(plan.config.sequences_of_run / 256 * plan.step_seconds)
+    assert plan.run_seconds < 0.9 * 10_000 * plan.step_seconds
+    assert f"10,000 steps: {duration(plan.run_seconds)}, " in page(plan)
+    assert as_json(plan)["run_seconds"] == plan.run_seconds
 
 
 def test_a_plan_of_a_file_has_its_devices_unless_a_flag_names_others(
