@@ -38,6 +38,10 @@ class Watcher:
     def after_step(self, step: int) -> None:
         """Act after the update `step`, and its report if it has one. The step's time does not count this."""
 
+    def waits_after(self, step: int) -> bool:
+        """Return whether `after_step` waits for the devices. The loop then does so first: it is the steps' time."""
+        return False
+
     def figures(self, record: Mapping[str, Any]) -> dict[str, float]:
         """Return what the report of a step has besides `record`, the loop's figures. Called in every process."""
         return {}

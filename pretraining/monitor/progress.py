@@ -17,13 +17,12 @@ from pretraining.config.errors import counted
 from pretraining.monitor.figures import duration, format_number, percent
 
 
-def progress_line(record: Mapping[str, Any], num_steps: int, steps_left: float) -> str:
+def progress_line(record: Mapping[str, Any], num_steps: int, remaining: float) -> str:
     """Return step, percent, loss, learning rate, gradient norm, tokens/s, MFU (see extensions/mfu) and remaining time.
 
-    steps_left: the tokens after this step as a number of steps like this one, where later ones have more; infinite
-    after a step that compiled, whose time says nothing of later ones.
+    remaining: seconds of the tokens after this step at its speed; infinite after a step that compiled, whose time says
+    nothing of later ones.
     """
-    remaining = steps_left * record["step_time"]
     return "  ".join(
         (
             position(record["step"], num_steps),

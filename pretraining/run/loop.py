@@ -99,7 +99,7 @@ def _run_steps(run: TrainingRun, batches: Prefetcher, reports: Reports) -> int:
         # Once in a while: a report, what watchers do, a save
         is_reported = config.reports_at(step)
         is_saved = run.checkpoints.due(step) or any(agreed)
-        if is_reported or is_saved:
+        if is_reported or is_saved or any(watcher.waits_after(step) for watcher in run.watchers):
             figures = result.read()
             if not _may_continue(run, figures, step, skipped):
                 return STOPPED_ITSELF

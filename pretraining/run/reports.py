@@ -54,13 +54,11 @@ class Reports:
         record = self._record(step, figures, rate, batch)
         for watcher in run.watchers:
             record |= watcher.figures(record)
-        waited = run.account.seconds()["data_wait"]
-        record |= {"data_wait_seconds": waited - self._waited, "account": run.account.take()}
-        self._waited = waited
+        before, self._waited = self._waited, run.account.seconds()["data_wait"]
+        record |= {"data_wait_seconds": self._waited - before, "account": run.account.take()}
         tokens_left = run.tokens_seen(run.config.num_steps) - record["tokens_seen"]
-        tokens = record["tokens_per_second"] * record["step_time"]
-        steps_left = math.inf if begins_rows(run, step) else tokens_left / tokens
-        run.report(record, progress_line(record, run.config.num_steps, steps_left))
+        remaining = math.inf if begins_rows(run, step) else tokens_left / record["tokens_per_second"]
+        run.report(record, progress_line(record, run.config.num_steps, remaining))
         self.watch.restart(step)
 
     def _record(self, step: int, figures: dict[str, float], rate: float, batch: Batch) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pretraining.data.opening import check_data
 from pretraining.extensions.held_out.figures import evaluation_line
 from pretraining.extensions.held_out.watch import unread_datasets
 from pretraining.extensions.shared_shards import check_shared_shards
+from pretraining.parallel.engine import StepResult
 from pretraining.storage import location
 from tests.data.corpora import corpus, numbered, settings, write_lists
 from tests.end_to_end.small import ONE_PROCESS
@@ -48,6 +49,24 @@ def test_a_dataset_of_which_a_validation_reads_nothing_is_named(tmp_path: Path) 
     assert re.fullmatch(r"note: val_loss leaves out notes, .*; give it more tokens.*", note)
     stream = open_stream(settings(tmp_path / "data", **fields, valid_datasets="web"), split="valid")
     assert unread_datasets(stream, "val", 1) == ""
+
+
+@pytest.mark.slow
+def test_steps_are_waited_for_before_a_validation_whose_time_is_not_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, kinds = StepResult.read, []
+
+    def noted(result: StepResult) -> dict[str, float]:
+        figures = read(result)
+        kinds.append("step" if "grad_norm" in figures else "validation")
+        return figures
+
+    monkeypatch.setattr(StepResult, "read", noted)
+    settings = {**ONE_PROCESS, "use_dummy_dataset": True, "log_dir": str(tmp_path), "num_steps": 5}
+    train({**settings, "report_interval": 9, "val_interval": 2, "val_steps": 1})
+    # one before the first step, whose report reads it again
+    assert kinds == ["validation", "step", "step", *["step", "validation"] * 3]
 
 
 def refusal(train_data: object, **fields: object) -> str:

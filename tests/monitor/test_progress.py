@@ -23,7 +23,7 @@ def record(step: int, **changed: Any) -> dict[str, Any]:
 
 
 def test_the_line_says_what_a_person_wants_to_know() -> None:
-    assert progress_line(record(120), 160, 40) == (
+    assert progress_line(record(120), 160, 80) == (
         "step 120/160  75.0%  loss  3.3123  lr 1.20e-04  grad norm   0.810     12,346 tokens/s  MFU 38.2%  ETA 1m20s"
     )
     assert "MFU n/a" in progress_line(record(1, mfu=None), 10, 9)

@@ -42,11 +42,14 @@ class Validation(Watcher):
         if step == 1 and "valid" in self._run.streams and config.val_sanity_steps:
             self._evaluate(0, "valid", config.val_steps if config.val_sanity_steps == -1 else config.val_sanity_steps)
 
+    def waits_after(self, step: int) -> bool:
+        """Return whether `step` is one of val_interval, or the last one."""
+        return "valid" in self._run.streams and validates_at(self._run.config, step)
+
     def after_step(self, step: int) -> None:
-        """Validate if `step` is one of val_interval, or the last one."""
-        config = self._run.config
-        if "valid" in self._run.streams and validates_at(config, step):
-            self._evaluate(step, "valid", config.val_steps)
+        """Validate after such a step."""
+        if self.waits_after(step):
+            self._evaluate(step, "valid", self._run.config.val_steps)
 
     def finish(self) -> None:
         """Test, unless an earlier process of this run has written the result."""

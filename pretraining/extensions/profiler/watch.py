@@ -33,9 +33,13 @@ class Profiler(Watcher):
             if self._config.memory_profiling:
                 torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
 
+    def waits_after(self, step: int) -> bool:
+        """Return whether the trace ends after `step`."""
+        return self._traces and step == self._last
+
     def after_step(self, step: int) -> None:
         """End the trace."""
-        if self._traces and step == self._last:
+        if self.waits_after(step):
             self._stop()
             if self._config.memory_profiling:
                 self._folder.mkdir(parents=True, exist_ok=True)

@@ -32,10 +32,14 @@ class Questions(Watcher):
         with self._run.heartbeat("compiling and running the first question"):
             self._likelihood(next(iter(self.tasks.values())).requests[0][0])
 
+    def waits_after(self, step: int) -> bool:
+        """Return whether `step` is one of eval_interval, or the last one."""
+        return step % self._config.eval_interval == 0 or step == self._config.num_steps
+
     def after_step(self, step: int) -> None:
-        """Answer all questions if `step` is one of eval_interval, or the last one; training is not affected."""
+        """Answer all questions after such a step; training is not affected."""
         run = self._run
-        if step % self._config.eval_interval and step != self._config.num_steps:
+        if not self.waits_after(step):
             return
         began, results = time.perf_counter(), {}
         with run.account.spending("validation"), run.heartbeat("answering questions"):
