@@ -148,14 +148,14 @@ class Setting(NamedTuple):
     def read(self, raw: object) -> Any:
         """Return the value of `raw`, a text or a Python value. Raises ValueError with what is expected."""
         text = ",".join(map(str, raw)) if self.kind is str and isinstance(raw, list | tuple) else str(raw)
-        if self.kind is str:
+        if self.kind is str and raw is not None:  # null in a file is no text
             return text
         if self.optional and text.lower() == "none":
             return None
         try:
             return parse_value(text, self.kind)
         except ValueError:
-            raise ValueError(self.expected) from None
+            raise ValueError(self.expected + "; leave it out for the default" * (raw is None)) from None
 
     def fault(self, value: Any) -> str | None:
         """Return what is wrong with `value`; None if nothing is."""

@@ -113,8 +113,9 @@ def test_reading_a_value_gives_its_type_or_a_value_error(text: str, kind: type) 
 def test_python_values_mean_what_their_text_means() -> None:
     config = configure({"use_dummy_dataset": True, "datasets": ("a", "b"), "num_layers": None, "seed": 3})
     assert (config.datasets, config.num_layers, config.seed) == ("a,b", None, 3)
-    with pytest.raises(ConfigError, match=r"--seed=\[3\] .*whole number"):
-        configure({"use_dummy_dataset": True, "seed": [3]})
+    for name, value, expected in (("seed", [3], "whole number"), ("run_name", None, "text; leave it out")):
+        with pytest.raises(ConfigError, match=rf"--{name}={re.escape(str(value))} .*expected a? ?{expected}"):
+            configure({"use_dummy_dataset": True, name: value})
     settings: dict[str, Any] = {"datasets": "a,b", "weights": "1,2", "sharding_strategy": "HSDP"}
     assert (CONFIGURATION(**settings).datasets, CONFIGURATION(**settings).sharding_strategy) == ("a,b", "hsdp")
 
