@@ -38,9 +38,13 @@ def exit_with(main: Callable[[], int | None]) -> NoReturn:
         if (isinstance(error, BrokenPipeError) or sys.flags.dev_mode) and not _output_is_closed():
             raise
         code = 128 + signal.SIGPIPE if isinstance(error, BrokenPipeError) else USER_MISTAKE
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its exit
-        if code == USER_MISTAKE:
-            print(f"the output cannot be written: {error.strerror}", file=sys.stderr)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # the interpreter flushes once more at its exit
+        try:
+            if code == USER_MISTAKE:
+                print(f"the output cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+        except OSError:  # stderr may be the same file
+            os.dup2(nowhere, sys.stderr.fileno())
     sys.exit(code)
 
 

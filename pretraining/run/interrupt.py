@@ -148,10 +148,7 @@ class Interrupt:
 
     def _wait(self, received: torch.Tensor, work: dist.Work) -> Agreement:
         try:
-            if self._signal:
-                work.wait(timedelta(seconds=RENDEZVOUS))
-            else:
-                work.wait()
+            work.wait(timedelta(seconds=RENDEZVOUS if self._signal else 0))  # 0: that of the group
         except RuntimeError as error:
             if not self._signal:
                 raise

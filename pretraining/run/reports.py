@@ -63,8 +63,8 @@ class Reports:
 
     def _record(self, step: int, figures: dict[str, float], rate: float, batch: Batch) -> dict[str, Any]:
         run, config, engine, step_time = self._run, self._run.config, self._run.engine, self.watch.lap(step)
-        before = self.watch.step
-        tokens = (run.tokens_seen(step) - run.tokens_seen(before)) / (step - before)  # per step, in the mean
+        # Per step, in the mean
+        tokens = (run.tokens_seen(step) - run.tokens_seen(self.watch.step)) / (step - self.watch.step)
         return {
             "step": step,
             "loss": figures["loss"],

@@ -338,6 +338,13 @@ def test_a_script_ends_with_its_code_in_a_notebook_whose_streams_are_its_own(mon
     assert ended.value.code == 3
 
 
+def test_a_full_disk_has_the_documented_code_where_no_message_can_be_written_either() -> None:
+    code = "from pretraining.config.script import exit_with; exit_with(lambda: print('text'))"
+    for streams, told in ((">/dev/full", "the output cannot be written: "), (">/dev/full 2>&1", "")):
+        command = ["sh", "-c", f'exec "$@" {streams}', "sh", sys.executable, "-c", code]
+        assert call(command, code=2).stderr.startswith(told), streams
+
+
 def test_a_user_without_a_name_has_a_number() -> None:
     names = ("LOGNAME", "USER", "LNAME", "USERNAME")
     environment = {name: value for name, value in os.environ.items() if name not in names}
