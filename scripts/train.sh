@@ -66,7 +66,7 @@ main() {
 
     if has_flag '(import_config|config_file)' "$@"; then
         flags=() # the file replaces the settings above, and names its data
-    elif ! has_flag '(data_path|use_dummy_dataset($|=[TtYy1]))' "$@"; then
+    elif ! has_flag '(data_path|use_dummy_dataset($|=([TtYy1]|[Oo][Nn])))' "$@"; then
         prepare_corpus
         while IFS= read -r flag; do
             flags+=("$flag")

@@ -216,7 +216,7 @@ def test_a_python_without_torch_xla_is_taken_where_there_is_no_other(checkout: P
 
 @pytest.mark.slow
 def test_mistakes_in_the_flags_are_reported_once_by_all_processes_of_a_host(installed: Path) -> None:
-    ended = bash(installed, "bash scripts/train.sh --use_dummy_dataset --batch_sise=4", NPROC="2", ENGINE="torhc")
+    ended = bash(installed, "bash scripts/train.sh --use_dummy_dataset=On --batch_sise=4", NPROC="2", ENGINE="torhc")
     # A machine with other work may start the second process seconds later, which a line says every 4 s
     printed = [line for line in ended.stdout.splitlines() if not line.startswith("waiting for process ")]
     assert (ended.returncode, printed) == (2, [])
