@@ -118,9 +118,10 @@ def check_trained(adapter: Checkpoint, config: LoraConfig, shapes: Mapping[str, 
 
 
 def _meaning(config: LoraConfig) -> dict[str, Any]:
-    """Return the settings that PEFT's file has, lists of modules as what they name."""
+    """Return the settings that PEFT's file has, lists of modules as what they name; a tied head is the embedding."""
     values = {field: getattr(config, field) for field in PEFT_SETTINGS.values()}
-    saved = [module for module in modules(config) if is_saved(module, config.lora_modules_to_save)]
+    own = [name for name in modules(config) if not (config.tie_word_embeddings and name == "lm_head")]
+    saved = [module for module in own if is_saved(module, config.lora_modules_to_save)]
     return {**values, "lora_target_modules": adapted(config), "lora_modules_to_save": saved}
 
 
