@@ -396,7 +396,7 @@ class Settings:
     them. Elsewhere: eval_iters, limit_val_batches."""
     drop_last_val: bool = True
     """True: skip what remains of the validation or test data after the last full global batch. False: read it in a
-    batch whose other rows do not count."""
+    batch whose other rows do not count. Either way, tokens of a dataset after its last full row are not read."""
     test_data_path: Annotated[str, STORABLE, PER_HOST] = ""
     """Folder of token shards for the test at the end, laid out like data_path. test_steps needs this, the third
     fraction of split or a data_path that has a test split, except with use_dummy_dataset."""
