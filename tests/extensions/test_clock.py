@@ -14,8 +14,10 @@ pytest.importorskip("pretraining.extensions.clock")
 
 from main_training import CONFIGURATION
 from pretraining.config.errors import UserError
+from pretraining.extensions.clock.reading import WallClock
 from pretraining.extensions.clock.settings import check_launch_time
 from pretraining.extensions.clock.watchdog import StepWatchdog
+from pretraining.monitor.account import Account
 from tests.end_to_end.small import reports
 from tests.parallel.launch import environment
 from tests.parallel.test_torch_runs import ON_TORCH, train_command
@@ -29,6 +31,25 @@ def test_a_time_of_the_launch_that_is_none_is_refused(text: str, monkeypatch: py
     monkeypatch.setenv("LAUNCHED_AT", text)
     with pytest.raises(UserError, match=f"LAUNCHED_AT={text} in the environment: not a number of seconds: unset it"):
         check_launch_time(config)
+
+
+def test_a_validation_after_a_step_is_no_part_of_the_time_that_the_end_leaves_for_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.delenv("LAUNCHED_AT", raising=False)
+    for name in ("time", "monotonic", "perf_counter"):
+        monkeypatch.setattr(time, name, lambda: now)
+    clock = WallClock(CONFIGURATION(max_run_seconds=10), account := Account())
+    account.begin("train")
+    for step in range(1, 47):  # of 0.125 s
+        now += 0.125
+        ends, _ = clock.read()
+        assert ends == (now + 2 * 0.125 >= 1010), now
+        if step == 10:
+            with account.spending("validation"):
+                now += 4.0
+    assert ends
 
 
 def test_a_watchdog_needs_no_file_behind_stderr(monkeypatch: pytest.MonkeyPatch) -> None:

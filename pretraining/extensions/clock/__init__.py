@@ -21,7 +21,7 @@ def set_clock(run: TrainingRun) -> None:
     if run.leads and (config.max_run_seconds or config.checkpoint_seconds):
         from pretraining.extensions.clock.reading import WallClock
 
-        run.interrupt.clock = WallClock(config, began=run.account.began)
+        run.interrupt.clock = WallClock(config, run.account)
 
 
 EXTENSION = Extension(configuration=ClockConfig, checks=CHECKS, inputs=(check_launch_time,), watch=set_clock)

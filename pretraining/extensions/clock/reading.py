@@ -7,6 +7,7 @@ import os
 import time
 
 from pretraining.extensions.clock.settings import ClockConfig
+from pretraining.monitor.account import Account
 from pretraining.run.interrupt import Clock
 
 
@@ -22,29 +23,30 @@ def launch_time(began: float) -> float:
 class WallClock(Clock):
     """The time at which a run ends, and the seconds after which it saves."""
 
-    def __init__(self, config: ClockConfig, began: float) -> None:
-        """began: second of the epoch at which this start began."""
+    def __init__(self, config: ClockConfig, account: Account) -> None:
+        """account: that of this start, with which it began."""
         self.reason = f"the time of --max_run_seconds={config.max_run_seconds} is up"
-        self._ends_at = launch_time(began) + (config.max_run_seconds or math.inf)
+        self._ends_at = launch_time(account.began) + (config.max_run_seconds or math.inf)
         self._saves_every = config.checkpoint_seconds or math.inf  # from one save, of whatever reason, to the next
         self._longest_save = 0.0
-        self._last_read: float | None = None
+        self._account = account
+        self._trained: float | None = None  # seconds in steps until the last reading
         self._saves_at = time.monotonic() + self._saves_every
 
     def saved(self, seconds: float) -> None:
         """Begin another interval between saves."""
         self._longest_save = max(self._longest_save, seconds)
-        self._last_read = time.monotonic()
-        self._saves_at = self._last_read + self._saves_every
+        self._saves_at = time.monotonic() + self._saves_every
 
     def read(self) -> tuple[bool, bool]:
         """See Clock. A save is asked for once in an interval.
 
         The end leaves time for two steps, because processes agree one step later, and for the longest save so far.
         """
-        now = time.monotonic()
-        step_time = now - self._last_read if self._last_read else 0.0
-        self._last_read = now
+        now, spent = time.monotonic(), self._account.seconds()
+        trained = spent["train"] + spent["data_wait"]  # a validation or a save between two steps is no part of a step
+        step_time = 0.0 if self._trained is None else trained - self._trained
+        self._trained = trained
         saves = now >= self._saves_at
         if saves:
             self._saves_at = math.inf  # until the loop has saved
