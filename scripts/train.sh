@@ -78,11 +78,14 @@ main() {
         ${flags[@]+"${flags[@]}"} ${ENGINE:+"--engine=$ENGINE"} "$@"
 }
 
-# Whether the beginning of a flag's name, or of name=value, matches a pattern; dashes count as underscores.
+# Whether the beginning of a flag's name, of name=value or of name value matches a pattern, in which a "=" stands between
+# them; dashes count as underscores.
 has_flag() {
-    local word
-    for word in "${@:2}"; do
+    local word="" next
+    for next in "${@:2}" ""; do
+        [[ -z $next || $next == --* || $word == *=* ]] || word+="=$next"
         [[ ${word//-/_} =~ ^__$1 ]] && return
+        word=$next
     done
     return 1
 }

@@ -242,6 +242,15 @@ def test_a_host_without_an_nvidia_driver_has_no_gpus(installed: Path) -> None:
     assert (ended.returncode, ended.stdout) == (0, "CPU False\n"), ended.stderr
 
 
+def test_the_small_corpus_is_the_data_of_a_run_without_other_data_alone(installed: Path) -> None:
+    (installed / "data/stdlib").mkdir(parents=True)
+    (installed / "data/stdlib/flags.txt").write_text("--data_path=small\n")  # prepared already
+    replace_main(installed, "import sys; print('--data_path=small' in sys.argv); sys.exit(3)\n")
+    for flags, is_used in (("--use_dummy_dataset False", True), ("--num_steps 2 --use-dummy-dataset True", False)):
+        ended = bash(installed, f"bash scripts/train.sh {flags}")
+        assert (ended.returncode, ended.stdout) == (3, f"{is_used}\n"), ended.stderr
+
+
 def printing(*names: str) -> str:
     """Return a program that prints variables of its environment in one piece."""
     return f"import os, signal, sys; os.write(1, ' '.join([os.environ[name] for name in {names}] + ['\\n']).encode())\n"
