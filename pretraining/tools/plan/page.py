@@ -146,7 +146,7 @@ def _time(plan: Plan) -> list[str]:
         "communication that does not",
         f"speed          {plan.tokens_per_second:,.0f} tokens/s, {plan.tokens_per_second / devices:,.0f} per device",
         f"run            {counted(config.num_steps, 'step')}: {duration(plan.run_seconds)}, "
-        f"{amount(tokens)} tokens, {flop(plan.flops * tokens)}",
+        f"{amount(tokens)} tokens, {flop(plan.run_flops)}",
         *cost,
         f"assumed        {kind.efficiency:.0%} of {flop(kind.device.peak_flops)}/s, recomputation included; "
         f"{kind.link / 1e9:,.0f} GB/s within {counted(plan.island.devices, 'device')}, "

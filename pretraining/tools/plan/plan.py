@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 from pretraining.config.errors import ConfigError, Problem
@@ -88,8 +88,15 @@ class Plan(NamedTuple):
 
     @property
     def run_seconds(self) -> float:
-        """Seconds of all steps, of which those of a smaller global batch are shorter."""
-        return self.config.sequences_of_run * self.config.seq_length / self.tokens_per_second
+        """Seconds of all steps, of which those of a smaller global batch or of shorter rows are shorter."""
+        tokens = tokens_by_length(self.config)
+        speeds = {length: plan_of(_with_length(self.config, length)).tokens_per_second for length in tokens}
+        return sum(count / speeds[length] for length, count in tokens.items())
+
+    @property
+    def run_flops(self) -> int:
+        """Operations of the model in all steps, in the convention of `flops`."""
+        return sum(training_flops(self.config, length).full * n for length, n in tokens_by_length(self.config).items())
 
     def bytes_of(self, weight: StateTensor) -> int:
         """Return the bytes of a parameter on one device."""
@@ -125,6 +132,32 @@ def plan_of(config: PlanConfig) -> Plan:
         overlapped_seconds=sum(seconds) - exposed,
         exposed_seconds=exposed,
     )
+
+
+def tokens_by_length(config: PlanConfig) -> dict[int, int]:
+    """Return the tokens of a run by the length of the rows in which they are trained on."""
+    stages = []
+    if text := getattr(config, "seq_length_stages", ""):  # of an extension
+        from pretraining.extensions.length_stages.settings import parse_stages
+
+        stages = parse_stages(text)
+    ends = [0, *(min(stage.last, config.num_steps) for stage in stages), config.num_steps]
+    batches, tokens = config.global_batches(config.global_batch_size or 0), dict[int, int]()
+    for before, last in pairwise(ends):
+        if count := (batches.trained(last) - batches.trained(before)) * config.seq_length:
+            length = config.row_length(last)
+            tokens[length] = tokens.get(length, 0) + count
+    return tokens
+
+
+def _with_length(config: PlanConfig, length: int) -> PlanConfig:
+    """Return a configuration whose rows all have this length, with as many tokens in a micro-batch and in a step."""
+    if length == config.seq_length:
+        return config
+    rows, total = (count * config.seq_length // length for count in (config.batch_size, config.global_batch_size or 0))
+    others: dict[str, Any] = {"seq_length_stages": ""}
+    others |= {"rampup_batch_size": ""} if hasattr(config, "rampup_batch_size") else {}  # of an extension
+    return replace(config, seq_length=length, batch_size=rows, global_batch_size=total, **others)
 
 
 def executed_flops(config: PlanConfig, weights: list[StateTensor]) -> float:

@@ -332,6 +332,18 @@ def test_a_run_whose_batches_grow_takes_as_long_on_the_page_as_in_the_file(tmp_p
     assert as_json(plan)["run_seconds"] == plan.run_seconds
 
 
+def test_steps_with_shorter_rows_count_as_plans_of_such_rows_do() -> None:
+    pytest.importorskip("pretraining.extensions.length_stages")
+    whole, short = (config(num_steps=10_000, batch_size=n, seq_length=length) for n, length in ((4, 4096), (16, 1024)))
+    mixed = replace(whole, seq_length_stages="1024:4000,4096:6000,1024:7000")
+    plans = [plan_of(whole), plan_of(short), plan_of(mixed)]
+    seconds, operations = ([getattr(plan, name) for plan in plans] for name in ("run_seconds", "run_flops"))
+    assert seconds[1] < seconds[2] == pytest.approx(0.5 * seconds[0] + 0.5 * seconds[1])
+    assert operations[1] < operations[2] == (operations[0] + operations[1]) // 2
+    assert f"10,000 steps: {duration(seconds[2])}, 10.49 B tokens, {flop(operations[2])}\n" in page(plans[2])
+    assert plan_of(replace(whole, seq_length_stages="1024:20000")).run_flops == operations[1]
+
+
 def test_a_plan_of_a_file_has_its_devices_unless_a_flag_names_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
