@@ -484,7 +484,8 @@ def test_prepared_chats_train_their_answers_alone(
     flags = [f"--input={tmp_path / 'chats.jsonl'}", f"--tokenizer={tokenizer_folder / 'tokenizer.json'}", "--sft"]
     flags += [f"--output={tmp_path / 'out'}", "--seq_length=128", "--valid_every=10", "--processes=1"]
     assert prepare.main(flags) == 0
-    assert "200 examples in rows" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "200 examples in rows" in said and "note: " not in said
     given = (tmp_path / "out" / "flags.txt").read_text().split()
     chosen = {**dict(word[2:].split("=", 1) for word in given), "index_dir": str(tmp_path / "index")}
     batch = open_stream(configure({**chosen, "global_batch_size": 2})).batch(0)
@@ -504,12 +505,14 @@ def test_prepared_chats_train_their_answers_alone(
 
 
 def test_the_exported_tokenizer_has_the_template_that_the_data_were_prepared_with(
-    tokenizer_folder: Path, tmp_path: Path
+    tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     transformers = pytest.importorskip("transformers")
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
     flags = [f"--input={tmp_path / 'chats.jsonl'}", f"--tokenizer={tokenizer_folder / 'tokenizer.json'}", "--sft"]
-    assert prepare.main([*flags, f"--output={tmp_path / 'out'}", "--seq_length=256", "--processes=1"]) == 0
+    more = [f"--output={tmp_path / 'out'}", "--seq_length=256", "--processes=1", "--separator=4"]
+    assert prepare.main([*flags, *more]) == 0
+    assert "note: --separator=4 ends completions, and no checkpoint records it" in capsys.readouterr().out
     ids, files = export_tokenizer(str(tmp_path / "out" / "tokenizer.json"))
     (tmp_path / "exported").mkdir()
     for name, content in files.items():
