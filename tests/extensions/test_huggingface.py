@@ -231,6 +231,22 @@ def test_a_head_of_its_own_in_a_folder_that_ties_it_is_refused_and_a_copy_is_not
     assert torch.equal(read_tensors(open_any_checkpoint(exported))["lm_head.weight"], weights["lm_head.weight"])
 
 
+@pytest.mark.parametrize("fields", [MUP, {**MUP, **GPT_NEOX}, {"lora_rank": 2, "lora_save_mode": "merged"}])
+def test_what_is_folded_into_a_weight_in_bf16_is_rounded_to_the_dtype_of_the_export_alone(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    path = saved(tmp_path / "run", **fields)
+    weights = {name: torch.randn_like(tensor).bfloat16() for name, tensor in read_tensors(path, is_weight).items()}
+    assert any(".lora_" in name for name in weights) == ("lora_rank" in fields)
+    exports = []
+    for name, state in (("half", weights), ("fine", {name: tensor.float() for name, tensor in weights.items()})):
+        checkpoint = open_checkpoint(save(tmp_path / name, state, open_checkpoint(path).facts))
+        exported = to_huggingface(checkpoint, tmp_path / f"hf-{name}", dtype=torch.float32)
+        exports.append(load_file(exported / "model.safetensors"))
+    assert all(torch.equal(tensor, exports[1][name]) for name, tensor in exports[0].items())
+    assert not all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in exports[0].values())
+
+
 def test_the_average_of_checkpoints_is_the_mean_of_each_weight(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -142,9 +142,9 @@ class SavedAdapter:
         DISK.write_file(folder / CONFIG, json.dumps(adapter_config(self.config), indent=2).encode() + b"\n")
 
     def merged(self, name: str, weight: Tensor, read: Callable[[str], Tensor]) -> Tensor:
-        """Return `weight` plus the product of its adapter, if it has one."""
+        """Return `weight` plus the product of its adapter, if it has one, in fp32."""
         module = name.removesuffix(".weight")
         if not any(module.endswith(target) for target in adapted(self.config)):
             return weight
         pair = [read(f"{module}.lora_{letter}.weight").to(torch.float32) for letter in "AB"]
-        return (weight.float() + lora_scale(self.config) * pair[1] @ pair[0]).to(weight.dtype)
+        return weight.float() + lora_scale(self.config) * pair[1] @ pair[0]

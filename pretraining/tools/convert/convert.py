@@ -364,10 +364,13 @@ def _plan_shards(state: dict[str, Tensor], limit: int) -> list[FilePlan]:
 
 
 def _exported_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
-    """Read an unsharded tensor, with its adapter merged if lora_save_mode says so, and with its factor."""
+    """Read an unsharded tensor, with its adapter merged if lora_save_mode says so, and with its factor.
+
+    What was merged or multiplied is in fp32, whose dtype is changed when it is written.
+    """
     config, weight = saved_config(checkpoint.facts.config, CONFIGURATION), read_tensor(checkpoint, name)
     if (scale := config.folded_scale(name)) != 1:
-        return weight * scale
+        return weight.float() * scale
     adapter = _adapter_of(checkpoint)
     if not adapter or not adapter.is_merged:
         return weight
