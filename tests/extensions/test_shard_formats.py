@@ -236,6 +236,11 @@ def test_splits_that_are_told_apart_are_not_refused(tmp_path: Path) -> None:
         path.rename(web / path.name)
     for datasets in ("", "web"):
         check_splits(CONFIGURATION(data_path=str(web.parent), datasets=datasets))
+    description = (web / "dataset_dict.json").rename(web / "plan.json")
+    (web / ".parts").mkdir()  # a preparation that is not complete, as opening it says
+    for changes in ({}, {"datasets": "web"}, {"data_path": str(web)}):
+        check_splits(CONFIGURATION(**{"data_path": str(web.parent), **changes}))
+    description.rename(web / "dataset_dict.json")
     (web.parent / "x.arrow").touch()  # next to which all shards are one dataset
     with pytest.raises(UserError, match="are of different splits"):
         check_splits(CONFIGURATION(data_path=str(web.parent)))

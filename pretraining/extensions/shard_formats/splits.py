@@ -38,15 +38,19 @@ def check_splits(config: TrainConfig) -> None:
 def _datasets(root: Path, names: str) -> Iterator[Path]:
     """Yield the folders of which all shards are read."""
     for folder in [root / name for name in comma_separated(names)] or [root]:
-        yield from [folder / split for split in _splits(folder)] or [folder]
+        if (splits := _splits(folder)) is not None:
+            yield from [folder / split for split in splits] or [folder]
 
 
-def _splits(folder: Path) -> list[str]:
-    """Return the folders of the splits that a folder holds; none if it is no prepared folder and no DatasetDict."""
+def _splits(folder: Path) -> list[str] | None:
+    """Return the folders of the splits that a folder holds; none if it is no prepared folder and no DatasetDict.
+
+    None: it is one that cannot be read, such as one whose preparation is not complete.
+    """
     with suppress(UserError):  # which opening the data raises, too
-        if layout := split_folders(folder):
-            return [split.name for split in layout.folders.values()]
-    return []
+        layout = split_folders(folder)
+        return [split.name for split in layout.folders.values()] if layout else []
+    return None
 
 
 def _check_folders(root: Path, flag: str) -> None:
@@ -55,8 +59,8 @@ def _check_folders(root: Path, flag: str) -> None:
         folders[:] = sorted(name for name in folders if not name.startswith((".", "_")))
         shards = sorted(name for name in files if name.endswith(ENDINGS) and not name.startswith((".", "_")))
         is_mixture = not shards if folder == str(root) else is_mixture
-        if is_mixture and Path(folder).parent == root and (splits := _splits(Path(folder))):
-            folders[:] = splits  # a dataset of a mixture, which takes one of them
+        if is_mixture and Path(folder).parent == root and (splits := _splits(Path(folder))) != []:
+            folders[:] = splits or []  # a dataset of a mixture, which takes one of them
         else:
             _check_names(f"--{flag}={folder}", folders)
         if DATASET_STATE not in files:  # which lists those to read
