@@ -55,6 +55,7 @@ from pretraining.tools.prepare.text import (
     read_records,
     skip_unreadable,
 )
+from pretraining.tools.prepare.urls import Url
 
 SPLIT_FLAGS = {"train": "data_path", "valid": "valid_data_path"}  # folder in the output -> flag of the training
 _BYTES = "bytes of text"
@@ -138,6 +139,8 @@ def prepare(options: Options) -> list[str]:
         output = Path("data") / f"{place.name}-{short_hash(str(place))}"
     else:
         output = Path(options.output)
+    if (place / PLAN).is_file() or (output / PLAN).is_file():
+        _note_unversioned(files)
     if place == output or not (place / FLAGS).is_file():
         with _claimed_together(output, plan, options.part) if options.part else _claimed(output, plan):
             if not (output / FLAGS).is_file():
@@ -158,6 +161,13 @@ def prepare(options: Options) -> list[str]:
     command = "; train on it with:\n  " + " \\\n    ".join(words)
     print(f"prepared in {place}{'' if options.stdlib else command}")  # scripts/train.sh prepares stdlib, and trains
     return flags
+
+
+def _note_unversioned(files: list[Input]) -> None:
+    """Print which of the files, from which shards may have been prepared earlier, may have changed unnoticed."""
+    if name := next((file for file in files if isinstance(file, Url) and not file.has_version()), None):
+        print(f"note: the server of {name} names no version of it: prepared shards are of an earlier content of the "
+              "same size, if it has changed; another --output reads it anew")  # fmt: skip
 
 
 def _parse(arguments: Sequence[str] | None) -> Options:

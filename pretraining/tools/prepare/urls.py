@@ -15,6 +15,7 @@ from pretraining.config.errors import UserError
 from pretraining.data.hashing import short_hash
 
 _VERSION = ("ETag", "etag", "LastModified", "mtime", "oid", "sha", "blob_id")  # as the protocols name it
+_HEADERS = ("Last-Modified", "Content-MD5", "Digest")  # of HTTP, where none of those is known
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,23 @@ class Url:
 
     def stat(self) -> SimpleNamespace:
         """Return the size, and a number for the version. UserError if the server names no size."""
-        system, path = _open_system(self.url)
-        try:
-            info = system.info(path)
-        except Exception as error:
-            raise unreachable(self.url, error) from error
+        info = self._info()
         if info.get("size") is None:
             raise UserError(f"{self.url}: its server does not say how large it is: download the file first")
-        version = short_hash(*(str(info.get(name)) for name in _VERSION))
+        names = [] if _names(info, _VERSION) else _names(info, _HEADERS)
+        version = short_hash(*(str(info.get(name)) for name in (*_VERSION, *names)))
         return SimpleNamespace(st_size=int(info["size"]), st_mtime_ns=int(version, 16))
+
+    def has_version(self) -> bool:
+        """Return whether the server names anything that another content of the same size would change."""
+        return bool(_names(self._info(), (*_VERSION, *_HEADERS)))
+
+    def _info(self) -> dict[str, Any]:
+        system, path = _open_system(self.url)
+        try:
+            return dict(system.info(path))
+        except Exception as error:
+            raise unreachable(self.url, error) from error
 
     def open(self, mode: str = "rb") -> IO[bytes]:
         system, path = _open_system(self.url)
@@ -56,6 +65,10 @@ class Url:
             return system.open(path, mode)
         except Exception as error:
             raise unreachable(self.url, error) from error
+
+
+def _names(info: dict[str, Any], names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if info.get(name) is not None]
 
 
 def is_url(name: str) -> bool:

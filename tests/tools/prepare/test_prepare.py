@@ -662,6 +662,12 @@ def test_parts_prepared_by_jobs_of_their_own_are_merged_by_the_last_and_equal_on
 class RangeHandler(SimpleHTTPRequestHandler):
     """Files by HTTP, and ranges of them."""
 
+    names_dates = False
+
+    def send_header(self, keyword: str, value: str) -> None:
+        if self.names_dates or keyword != "Last-Modified":
+            super().send_header(keyword, value)
+
     def do_GET(self) -> None:
         path, wanted = Path(self.translate_path(self.path)), self.headers.get("Range")
         if not path.is_file() or not wanted:
@@ -681,7 +687,7 @@ class RangeHandler(SimpleHTTPRequestHandler):
 
 @pytest.mark.slow
 def test_files_at_urls_are_read_through_fsspec(
-    prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("aiohttp")
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(RangeHandler, directory=prepared.folder / "in")) as server:
@@ -694,6 +700,11 @@ def test_files_at_urls_are_read_through_fsspec(
             assert (code, text in capsys.readouterr().err) == (2 if text else 0, True)
         assert prepare.main([*command, f"--input={site}/missing.parquet"]) == 2
         assert f"{site}/missing.parquet: cannot be read (FileNotFoundError" in capsys.readouterr().err
+        small = [prepared.tokenizer, f"--output={tmp_path / 'small'}", f"--input={site}/a.jsonl"]
+        again = [(prepare.main(small), "names no version of it" in capsys.readouterr().out) for _ in range(2)]
+        assert again == [(0, False), (0, True)]
+        monkeypatch.setattr(RangeHandler, "names_dates", True)
+        assert prepare.main(small) == 2 and "(input changed" in capsys.readouterr().err
         server.shutdown()
     assert sorted(delivered(tmp_path)) == sorted(text for seed in (0, 1, 3) for text in texts(300, seed))
     assert prepare.main([*command, "--input=gopher://host/a.parquet"]) == 2
