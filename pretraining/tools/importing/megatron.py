@@ -376,12 +376,19 @@ def _prefixes(part: str) -> KeyMapping:
         if "mock" in (source.get("model.data.data_impl"), source.get("data.data_impl")):
             return ignored("data_impl is mock")
         items = value if isinstance(value, list) else str(value).split(",")
-        weighted = len(items) % 2 == 0 and all(_is_number(item) for item in items[::2])
+        if len(items) == 1 and _are_weighted(words := str(items[0]).split()):  # as Megatron's command line has them
+            items = words
+        weighted = _are_weighted(items)
         weights = [str(item) for item in items[::2]] if weighted else []
         return shared.corpora(items[1::2] if weighted else items, weights, part)
 
     names = ("data_path",) if part == "test_" else ("data_path", "datasets", "weights")
     return KeyMapping(convert, tuple(part + name for name in names), "path, or weights and paths in turn")
+
+
+def _are_weighted(items: list[Any]) -> bool:
+    """Return whether these are weights and paths in turn."""
+    return len(items) % 2 == 0 and all(_is_number(item) for item in items[::2])
 
 
 def _is_number(item: Any) -> bool:

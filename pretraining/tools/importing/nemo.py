@@ -200,7 +200,7 @@ FORMAT = TrainerFormat(
         "model.seed": 1234,
         "model.native_amp_init_scale": 2**32,
         **{f"model.{name}": value for name, value in megatron.DEFAULTS.items()},
-        "model.bias": True,
+        "model.bias": lambda source: True if source.values.get("model.has_bias") is None else None,
         "model.bias_activation_fusion": lambda source: source.values.get("model.bias_gelu_fusion", True),
         "model.attention_dropout": 0.1,
     },

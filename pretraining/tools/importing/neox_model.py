@@ -68,6 +68,12 @@ def _norm_bias(value: Any, source: ForeignConfig) -> Conversion:
     return differs(note, norm_bias=value)
 
 
+def _qk_norm_bias(value: Any, source: ForeignConfig) -> Conversion:
+    if not (source.get("qk_norm") or source.get("use_qk_layernorm")):
+        return ignored("without norms of queries and keys")
+    return _norm_bias(value, source)
+
+
 def _rotary(field: str) -> KeyMapping:
     """A setting of rotary positions, which the others do not read."""
 
@@ -251,7 +257,8 @@ ARCHITECTURE = {
     ),
     "gpt_j_residual": to("parallel_residual"),
     "gpt_j_tied": KeyMapping(_tied_norms, ("shared_norm",), "with gpt_j_residual"),
-    **each("use_bias_in_norms use_bias_in_qk_norm", KeyMapping(_norm_bias, ("norm_bias",), "RMSNorm has none")),
+    "use_bias_in_norms": KeyMapping(_norm_bias, ("norm_bias",), "RMSNorm has none"),
+    "use_bias_in_qk_norm": KeyMapping(_qk_norm_bias, ("norm_bias",), "with norms of queries and keys"),
     "use_bias_in_attn_linear": to("attn_bias"),
     "use_bias_in_mlp": KeyMapping(_mlp_bias, ("mlp_bias",), "none with mlp_type llama"),
     "init_method": _init("init_method"),

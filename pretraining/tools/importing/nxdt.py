@@ -122,19 +122,32 @@ def _weight_decay(value: Any, source: ForeignConfig) -> Conversion:
     return mapped(weight_decay=value)
 
 
-def _dimension(name: str) -> KeyMapping:
-    """A dimension; -1 leaves it to model_config."""
+def _layers(value: Any, _: ForeignConfig) -> Conversion:
+    return implied("-1: model_config's") if value == -1 else mapped(num_layers=value)
 
-    def convert(value: Any, _: ForeignConfig) -> Conversion:
-        return implied("-1: model_config's") if value == -1 else mapped(**{name: value})
 
-    return KeyMapping(convert, (name,), "-1: model_config's")
+def _hidden_size(value: Any, source: ForeignConfig) -> Conversion:
+    """LlamaAttention of `modeling_llama.py` divides it by the heads, whatever head_dim model_config has."""
+    if value == -1:
+        return implied("-1: model_config's")
+    divides = source.get("model_source") == "hf" and source.get("model.kv_channels") is None
+    return mapped(hidden_size=value, **({"head_dim": None} if divides else {}))
 
 
 _OF_MEGATRON = """ffn_hidden_size num_attention_heads num_kv_heads kv_channels init_method_std normalization
     layernorm_epsilon hidden_dropout attention_dropout ffn_dropout share_embeddings_and_output_weights has_bias
     position_embedding_type rotary_percentage position_freq_base position_abf_factor activation
     positition_interpolation_factor sliding_window_size transformer_block_type"""
+
+
+_BIAS = "as written; NxD Training's Megatron models read has_bias, which is True where it is absent"
+
+
+def _bias(value: Any, source: ForeignConfig) -> Conversion:
+    """NeMo's name of has_bias."""
+    conversion = megatron.unread("bias", _unread)["model.bias"].convert(value, source)
+    is_default = value is True or source.get("model.has_bias") is not None
+    return conversion if is_default or _unread_by_hf(source) else differs(_BIAS, **conversion.values)
 
 
 def _unread_by_hf(source: ForeignConfig) -> str:
@@ -332,11 +345,12 @@ FORMAT = TrainerFormat(
         **megatron.ARCHITECTURE,
         **megatron.unread(_OF_MEGATRON, _unread_by_hf),
         **megatron.unread(megatron.OF_NEMO, _unread),
+        "model.bias": megatron.ARCHITECTURE["model.bias"]._replace(convert=_bias),
         **megatron.unread("rope_theta", lambda source: "" if _unread_by_hf(source) else _unread(source)),
         "model.encoder_seq_length": KeyMapping(_encoder_length, ("seq_length",), "data.seq_length, in fine-tuning"),
         "model.model_config": KeyMapping(_model_config, ("model_config_path",), "Hugging Face's config.json"),
-        "model.num_layers": _dimension("num_layers"),
-        "model.hidden_size": _dimension("hidden_size"),
+        "model.num_layers": KeyMapping(_layers, ("num_layers",), "-1: model_config's"),
+        "model.hidden_size": KeyMapping(_hidden_size, ("hidden_size", "head_dim"), "-1: model_config's"),
         "model.pipeline_cuts": shared.PIPELINE_CUTS,
         "model.use_scaled_init_method": KeyMapping(_scaled_init, ("output_init_method",), "hf: normal"),
         **each("do_layer_norm_weight_decay fusions.do_layer_norm_weight_decay", _NORM_DECAY, "model."),
@@ -378,7 +392,10 @@ FORMAT = TrainerFormat(
         "model.do_layer_norm_weight_decay": lambda source: (
             None if source.get("model.fusions.do_layer_norm_weight_decay") is not None else False
         ),
-        **{f"model.{name}": _of_megatron(value) for name, value in {**megatron.DEFAULTS, "has_bias": True}.items()},
+        **{f"model.{name}": _of_megatron(value) for name, value in megatron.DEFAULTS.items()},
+        "model.has_bias": lambda source: (
+            True if source.get("model_source") == "megatron" and source.values.get("model.bias") is None else None
+        ),
         "model.use_scaled_init_method": lambda source: False if source.get("model_source") == "hf" else None,
         "distributed_strategy.zero1": True,
         "precision.type": "mixed_precision",
