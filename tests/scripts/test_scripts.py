@@ -289,6 +289,8 @@ def test_processes_of_two_hosts_are_counted_on(installed: Path) -> None:
         ({"NNODES": "2", "NODE_RANK": "1"}, "NNODES=2, but MASTER_ADDR is not set"),
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "first"}, "NODE_RANK=2 is not below NNODES=2"),
         ({"NNODES": "two"}, "NNODES=two is not a whole number"),
+        ({"NNODES": "0"}, "NNODES=0: a run has one host or more"),
+        ({"NPROC": "2", "NPROC_PER_NODE": "4"}, "NPROC=2 and NPROC_PER_NODE=4: two numbers of processes per host"),
         (
             {"NPROC": "2", "WORLD_SIZE": "2", "RANK": "1"},
             "WORLD_SIZE=2: a scheduler has started 2 processes of this job",

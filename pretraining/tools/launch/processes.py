@@ -43,10 +43,16 @@ def check_variables(words: Sequence[str], uses_torch_tpu: bool) -> None:
         text = os.environ.get(name, "")
         if text and not re.fullmatch("0|[1-9][0-9]{0,5}", text):
             raise UserError(f"{name}={text} is not a whole number")
+    if os.environ.get("NNODES") == "0":
+        raise UserError("NNODES=0: a run has one host or more; one host needs no NNODES")
+    counts = {name: number(name, 0) for name in ("NPROC", "NPROC_PER_NODE") if number(name, 0)}
+    if len(set(counts.values())) > 1:
+        listed = " and ".join(f"{name}={count}" for name, count in counts.items())
+        raise UserError(f"{listed}: two numbers of processes per host; set one of them")
     if uses_torch_tpu or uses_one_process(words):
         return
-    counts = {**COUNTS, "WORLD_SIZE": "a scheduler"}  # PyTorchJob's is that of its pods
-    if job := describe_job(counts=counts):
+    schedulers = {**COUNTS, "WORLD_SIZE": "a scheduler"}  # PyTorchJob's is that of its pods
+    if job := describe_job(counts=schedulers):
         raise UserError(
             f"{job}, and each would train alone, because NNODES is not set: each host needs NNODES, NODE_RANK and "
             "MASTER_ADDR, the name or address of host 0; NNODES=1 means that each is a run of its own"
