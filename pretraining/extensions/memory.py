@@ -13,9 +13,9 @@ def available_memory(cgroup: Path = CGROUP) -> int:
     limit = _text(cgroup / "memory.max")
     if not limit.isdigit():  # "max", or no control group
         return _kernel_available()
-    # The page cache counts as used but is given back under pressure.
-    cache = next(line.split()[1] for line in _text(cgroup / "memory.stat").splitlines() if line.startswith("file "))
-    used = int(_text(cgroup / "memory.current")) - int(cache)
+    # The page cache counts as used but is given back under pressure, except shared memory and tmpfs, which it contains.
+    counts = dict(line.split(maxsplit=1) for line in _text(cgroup / "memory.stat").splitlines())
+    used = int(_text(cgroup / "memory.current")) - int(counts["file"]) + int(counts.get("shmem", 0))
     return min(_kernel_available(), max(int(limit) - used, 0))
 
 

@@ -87,6 +87,8 @@ def test_a_control_groups_limit_counts_without_its_page_cache(tmp_path: Path) ->
     (tmp_path / "memory.current").write_text("900000\n")
     (tmp_path / "memory.stat").write_text("anon 100000\nfile 700000\nfile_mapped 5\n")
     assert available_memory(tmp_path) == 800_000
+    (tmp_path / "memory.stat").write_text("anon 100000\nfile 700000\nshmem 300000\nfile_mapped 5\n")  # of tmpfs
+    assert available_memory(tmp_path) == 500_000
     (tmp_path / "memory.max").write_text("max\n")
     assert available_memory(tmp_path) > 64 * 2**20
 
