@@ -185,11 +185,14 @@ def import_harness(tasks: Iterable[str]) -> Any:
 
 def harness_tokens(tokenizer: Tokenizer, path: str) -> dict[str, int]:
     """Return the ids of the exported tokenizer's "bos_token" and "eos_token", if it has them."""
-    from pretraining.tools.prepare.chat import find_template
+    from pretraining.tools.prepare.chat import find_template, named_tokens
 
     template = find_template("", path, tokenizer.special)  # whose names the export has
     names = template.special if template else tokenizer.special
     ids = {name: tokenizer.find_token(names[name]) for name in ("bos_token", "eos_token") if name in names}
+    if "bos_token" not in ids and (start := named_tokens(path).get("bos_token")):
+        id = tokenizer.find_token(start)
+        ids |= {"bos_token": id} if id in tokenizer.named else {}
     ids |= {} if tokenizer.start is None else {"bos_token": tokenizer.start}
     return {name: id for name, id in ({"eos_token": tokenizer.separator} | ids).items() if id is not None}
 

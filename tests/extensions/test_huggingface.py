@@ -27,6 +27,7 @@ from pretraining.extensions.huggingface.folder import is_huggingface
 from pretraining.tools.convert.convert import main, to_checkpoint, to_huggingface
 from pretraining.tools.convert.description import config_json
 from pretraining.tools.convert.export_tokenizer import export_tokenizer
+from pretraining.tools.evaluate import harness_tokens
 from pretraining.tools.importing.model_file import model_flags
 from tests.checkpoint.saving import save
 from tests.checkpoint.small_run import facts_of, open_run, small_config
@@ -383,6 +384,25 @@ def test_the_exported_tokenizer_begins_texts_as_evaluation_does(
         steps = json.loads(file.read_text())["post_processor"]["processors"]
         assert [each["type"] for each in steps] == ["ByteLevel", "TemplateProcessing"]
         assert alone.encode("a", "b").ids == [bos_token, *ours.encode(["a"])[0], bos_token, *ours.encode(["b"])[0]]
+
+
+def test_the_names_of_a_tokenizer_s_special_tokens_survive_an_import_and_an_export(tmp_path: Path) -> None:
+    """lm-evaluation-harness takes the end of a text for its beginning where there is no bos_token."""
+    transformers = pytest.importorskip("transformers")
+    path, names = tmp_path / "tokenizer.json", {"bos_token": START, "unk_token": "<|unk|>"}
+    write_byte_level(path, [source := Path(__file__).read_text()], 400, [END, *names.values()])
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**names, "bos_token": {"content": START}}))
+    exported = to_huggingface(open_checkpoint(saved(tmp_path / "run", tokenizer_path=str(path))), tmp_path / "hf")
+    ours, theirs = own_tokenizers().open_tokenizer(str(path)), transformers.AutoTokenizer.from_pretrained(exported)
+    assert {name: getattr(theirs, name) for name in names} == names
+    assert json.loads((exported / "config.json").read_text())["bos_token_id"] == theirs.bos_token_id == 1
+    assert harness_tokens(ours, str(path)) == {"bos_token": 1, "eos_token": 0}
+    texts = ["", *LITERAL, *random_texts(source.split())[::10]]
+    assert [theirs.encode(text) for text in texts] == [ours.encode_prompt(text) for text in texts]
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "the"}')  # an ordinary piece of text
+    ids, files = export_tokenizer(str(path))
+    assert "bos_token" not in json.loads(files["tokenizer_config.json"]) and "bos_token_id" not in ids
+    assert harness_tokens(ours, str(path)) == {"eos_token": 0}
 
 
 def test_the_end_of_a_document_is_exported_as_the_special_token_that_the_data_have(tmp_path: Path) -> None:

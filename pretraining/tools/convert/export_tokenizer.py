@@ -18,7 +18,7 @@ from pretraining.config.errors import UserError
 from pretraining.extensions.files import read_json
 from pretraining.storage import Location, location
 from pretraining.tools.convert.tokenizer_json import BPE, UNIGRAM, parse_model, tokenizer_json
-from pretraining.tools.prepare.chat import end_of_turn, find_template
+from pretraining.tools.prepare.chat import end_of_turn, find_template, named_tokens
 
 FAST = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}  # reads tokenizer.json
 # Padding in tokenizers of Hugging Face's models; transformers pads a batch of texts only where one is named
@@ -123,7 +123,9 @@ def _tokenizer_json(path: Location) -> tuple[dict[str, int], dict[str, Any]]:
     end = next((token for names in (special, known) for token in END_OF_DOCUMENT if token in names), None)
     own = (described.get("padding") or {}).get("pad_token")
     pad = next((token for token in (own, *PADDING) if token in known), None)
-    names = {kind: token for kind, token in (("eos", end), ("pad", pad)) if token}
+    named = named_tokens(str(path))  # an ordinary piece of text is none: transformers would cut texts at it
+    own_names = [(kind, name) for kind in ("bos", "unk") if (name := named.get(f"{kind}_token")) in special]
+    names = {kind: token for kind, token in [("eos", end), ("pad", pad), *own_names] if token}
     usage: dict[str, Any] = {f"{kind}_token": token for kind, token in names.items()}
     if (described.get("model") or {}).get("byte_fallback"):  # sentencepiece's to llama.cpp, too: see _sentencepiece
         tokenizer = open_tokenizer(str(path))

@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pretraining.config.errors import UserError
 from pretraining.data.layouts import read_dataset_json
 from pretraining.extensions.files import write_atomically
-from pretraining.storage import location
+from pretraining.storage import Location, location
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 TOOL_USE = "tool_use"  # transformers' name of a template
@@ -53,16 +53,8 @@ def find_template(file: str, tokenizer: str, special: Mapping[str, str]) -> Temp
     that the tokenizer itself names.
     """
     folder = location(tokenizer).parent
-    config, older = (
-        read_dataset_json(folder / name) if (folder / name).is_file() else {}
-        for name in ("tokenizer_config.json", "special_tokens_map.json")
-    )
-    older = {} if "added_tokens_decoder" in config else older  # as transformers reads it
-    groups = [config, config.get("extra_special_tokens"), config.get("model_specific_special_tokens"), older]
-    tokens = {name: value for group in groups if isinstance(group, dict) for name, value in group.items()
-              if name.endswith("_token") and isinstance(value, str | dict)}  # fmt: skip
-    contents = {name: value["content"] if isinstance(value, dict) else value for name, value in tokens.items()}
-    special = {**special, **{name: value for name, value in contents.items() if value}}
+    config = _tokenizer_config(folder)
+    special = {**special, **named_tokens(tokenizer)}
     path = location(file) if file else folder / "chat_template.jinja"
     if path.is_file():
         has_tool_use = not file and (folder / "additional_chat_templates" / f"{TOOL_USE}.jinja").is_file()
@@ -77,6 +69,24 @@ def find_template(file: str, tokenizer: str, special: Mapping[str, str]) -> Temp
         named = {entry["name"]: entry["template"] for entry in own}
         own, has_tool_use = named.get("default"), TOOL_USE in named
     return TemplateSource(own, special, str(folder / "tokenizer_config.json"), has_tool_use) if own else None
+
+
+def named_tokens(tokenizer: str) -> dict[str, str]:
+    """Return the special tokens, such as "bos_token", that transformers' files next to a tokenizer name."""
+    folder = location(tokenizer).parent
+    config, older = _tokenizer_config(folder), folder / "special_tokens_map.json"
+    has_older = older.is_file() and "added_tokens_decoder" not in config  # as transformers reads it
+    groups = [config, config.get("extra_special_tokens"), config.get("model_specific_special_tokens")]
+    groups += [read_dataset_json(older)] if has_older else []
+    tokens = {name: value for group in groups if isinstance(group, dict) for name, value in group.items()
+              if name.endswith("_token") and isinstance(value, str | dict)}  # fmt: skip
+    contents = {name: value["content"] if isinstance(value, dict) else value for name, value in tokens.items()}
+    return {name: value for name, value in contents.items() if value}
+
+
+def _tokenizer_config(folder: Location) -> dict[str, Any]:
+    path = folder / "tokenizer_config.json"
+    return read_dataset_json(path) if path.is_file() else {}
 
 
 def write_template(folder: Path, source: TemplateSource) -> None:
