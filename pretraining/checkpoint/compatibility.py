@@ -29,7 +29,8 @@ class Change(NamedTuple):
     policy: Resume = Resume.NOTE  # what is declared for such a change
 
     def __str__(self) -> str:
-        return without_credentials(f"{self.field} {self.before} -> {self.now}")
+        before, now = ("an empty value" if value == "" else value for value in (self.before, self.now))
+        return without_credentials(f"{self.field} {before} -> {now}")
 
 
 def changes(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
@@ -57,8 +58,7 @@ def saved_config(saved: Mapping[str, Any], configuration: type[TrainConfig]) -> 
     settings = settings_of(configuration)
     config = configuration(**{name: value for name, value in saved.items() if name in settings})
     read = (Resume.SHAPE, Resume.FUNCTION, Resume.STATE)
-    chosen = {name: setting for name, setting in settings.items() if setting.resume in read}
-    faults = {name: setting.fault(getattr(config, name)) for name, setting in chosen.items()}
+    faults = {name: each.fault(getattr(config, name)) for name, each in settings.items() if each.resume in read}
     if wrong := [problem(config, name, f"in the checkpoint: {fault}") for name, fault in faults.items() if fault]:
         raise ConfigError(wrong)
     return config
@@ -89,10 +89,10 @@ def check_resume(saved: Mapping[str, Any], config: TrainConfig, other: str = "an
 
 
 def describe_rate_change(saved: Mapping[str, Any], config: TrainConfig, step: int) -> str:
-    """Return a sentence on the learning rate of the update after `step` if it is not the saved run's, or nothing."""
+    """Return a sentence on the learning rate of the update after `step`, if the run has it, where it is another now."""
     earlier = saved_config(saved, type(config))
     before, now = learning_rate(earlier, step), learning_rate(config, step)
-    if math.isclose(before, now):
+    if math.isclose(before, now) or step >= config.num_steps:
         return ""
     keeps = replace(config, lr_decay_steps=earlier.num_steps)
     is_stretched = config.lr_decay_steps is None and math.isclose(before, learning_rate(keeps, step))

@@ -206,9 +206,9 @@ def test_only_learned_positions_must_have_the_number_of_the_checkpoint(tmp_path:
 
 def test_other_changes_are_made_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path, num_steps=2)
-    run(tmp_path, num_steps=4, weight_decay=0.2, report_interval=7)
+    run(tmp_path, num_steps=4, weight_decay=0.2, report_interval=7, datasets="a")
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("changed since step_2"))
-    assert line == "changed since step_2: weight_decay 0.1 -> 0.2, num_steps 2 -> 4"
+    assert line == "changed since step_2: weight_decay 0.1 -> 0.2, num_steps 2 -> 4, datasets an empty value -> a"
 
 
 def test_a_larger_num_steps_prints_the_rate_before_and_after_and_what_keeps_the_schedule(
@@ -226,6 +226,8 @@ def test_a_larger_num_steps_prints_the_rate_before_and_after_and_what_keeps_the_
     assert "learning rate" not in printed(num_steps=4)
     shutil.copytree(tmp_path, tmp_path / "kept")
     assert f"learning rate of step 5: 0.0001 -> 0.000378{reason}" in printed(num_steps=8)
+    shutil.rmtree(tmp_path / "checkpoints" / "step_8")
+    assert "learning rate" not in printed(num_steps=6)  # no step follows
     kept = {"log_dir": str(tmp_path / "kept"), "lr_decay_steps": 4, **fields}
     assert not problems(small_config(tmp_path, **kept, use_dummy_dataset=True), CHECKS)
     run(tmp_path, num_steps=8, **kept)
