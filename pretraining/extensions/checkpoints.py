@@ -78,9 +78,11 @@ def open_newest(path: Location, allow_remote: bool = True) -> Checkpoint:
         newest = newest_checkpoint(path, allow_remote)
         try:
             return open_checkpoint(newest)
-        except (UnreadableError, FileNotFoundError):
+        except (UnreadableError, FileNotFoundError) as error:
             if newest.exists():
-                raise
+                others = [other for other in find_checkpoints(newest.parent).committed if other != newest]
+                remedy = f"give {others[0]}, or move this folder away" if others else "give another checkpoint"
+                raise UnreadableError(f"{error}: {remedy}") from error
 
 
 def separator_of(facts: Facts, config: TrainConfig) -> int | None:

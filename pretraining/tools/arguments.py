@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pretraining.config.errors import UserError
-from pretraining.config.grammar import path_fault
+from pretraining.config.grammar import path_fault, without_credentials
+from pretraining.storage import Location, location
 
 Main = Callable[[Sequence[str] | None], int]
 TEXTS = ("prompt", "sample", "text_key")  # options that are no paths
@@ -52,6 +53,18 @@ def at_least(least: int, kind: Callable[[str], float] = int, below: float = math
         return value
 
     return read
+
+
+def storable(text: str) -> str:
+    """Check the path of a file or folder, on the disk or in object storage."""
+    if fault := path_fault(text, may_be_object=True):
+        raise argparse.ArgumentTypeError(f"{without_credentials(text)} {fault}")
+    return text
+
+
+def storable_location(text: str) -> Location:
+    """Read such a path."""
+    return location(storable(text))
 
 
 def ends_on_mistakes(main: Main) -> Callable[..., int]:

@@ -41,7 +41,7 @@ from pretraining.extensions.checkpoints import (
 from pretraining.models.init import build_model
 from pretraining.models.llama import Llama
 from pretraining.storage import location
-from pretraining.tools.arguments import ArgumentParser, at_least, ends_on_mistakes
+from pretraining.tools.arguments import ArgumentParser, at_least, ends_on_mistakes, storable_location
 from pretraining.tools.prepare.chat import ChatTemplate, TemplateSource, end_of_turn, find_template
 
 if TYPE_CHECKING:
@@ -80,7 +80,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def add_checkpoint(parser: ArgumentParser) -> None:
     """Add the flags that `open_model` reads."""
-    parser.add_argument("run_dir", type=location, help="the run's folder, its checkpoints' folder, or one checkpoint")
+    parser.add_argument(
+        "run_dir", type=storable_location, help="the run's folder, its checkpoints' folder, or one checkpoint"
+    )
     parser.add_argument("--use_ema", action="store_true", help="take the moving averages of the weights (ema_decay)")
     parser.add_argument(
         "--tokenizer_path", default="", help="sentencepiece model or tokenizer.json (default: the run's)"

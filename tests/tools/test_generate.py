@@ -334,6 +334,8 @@ def test_another_tokenizer_than_that_of_the_runs_data_is_refused(
         (["{other}"], "config.json: ckpt_save_path=3 is no path"),
         (["{model}"], "; python -m pretraining.tools.convert {model} TARGET makes one of the weights in it"),
         (["{adapter}"], "an adapter of PEFT's: give it as --lora_load_path"),
+        (["az://bucket/x"], "run_dir: az://bucket/x must be a local path, or begin with s3:// or gs://"),
+        (["{bare}"], "{bare}/step_9/COMMITTED: differs from what was saved: give {bare}/step_8, or move this folder"),
     ],
 )
 def test_a_mistake_is_one_clear_error_with_exit_code_2(
@@ -343,7 +345,10 @@ def test_a_mistake_is_one_clear_error_with_exit_code_2(
     for name, text in files.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{'adapter_' * (name == 'adapter')}config.json").write_text(text)
-    folders = {"run": run, "tmp": tmp_path, **{name: tmp_path / name for name in files}}
+    for step in (8, 9):  # the marker alone is left of them
+        (tmp_path / "bare" / f"step_{step}").mkdir(parents=True)
+        (tmp_path / "bare" / f"step_{step}" / "COMMITTED").touch()
+    folders = {"run": run, "tmp": tmp_path, **{name: tmp_path / name for name in (*files, "bare")}}
     try:
         code: object = main([part.format(**folders) for part in change])
     except SystemExit as ended:  # as argparse ends

@@ -58,7 +58,7 @@ from pretraining.extensions.huggingface.folder import INDEX, SINGLE, is_huggingf
 from pretraining.extensions.huggingface.gpt_neox import fuse, their_names
 from pretraining.models.init import on_meta
 from pretraining.storage import DISK, PARTIAL, Location, location, rename
-from pretraining.tools.arguments import ArgumentParser, at_least, ends_on_mistakes
+from pretraining.tools.arguments import ArgumentParser, at_least, ends_on_mistakes, storable_location
 from pretraining.tools.convert.description import config_json
 from pretraining.tools.convert.export_tokenizer import export_tokenizer
 from pretraining.tools.convert.pickles import (
@@ -167,8 +167,10 @@ def _print_note(note: str) -> None:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = ArgumentParser(prog="python -m pretraining.tools.convert", allow_abbrev=False)
-    parser.add_argument("source", type=location, help="a run, a checkpoint, or a folder in Hugging Face's format")
-    parser.add_argument("target", type=location, help="folder to write; must be new or empty")
+    parser.add_argument(
+        "source", type=storable_location, help="a run, a checkpoint, or a folder in Hugging Face's format"
+    )
+    parser.add_argument("target", type=storable_location, help="folder to write; must be new or empty")
     parser.add_argument("--dtype", choices=CHOICES, help="of the written tensors (default: unchanged)")
     parser.add_argument(
         "--tokenizer_path", default="", help="sentencepiece model or tokenizer.json to add (default: the run's)"

@@ -39,7 +39,7 @@ from pretraining.data.layouts import DESCRIPTION, FLAGS, PLAN, RECORDS, read_dat
 from pretraining.extensions.files import write_atomically
 from pretraining.extensions.tokenizers.tokenizer import Tokenizer, open_tokenizer, train
 from pretraining.storage import FolderLock, Location, is_remote, location, use_files_of
-from pretraining.tools.arguments import ArgumentParser, ends_on_mistakes
+from pretraining.tools.arguments import ArgumentParser, ends_on_mistakes, storable
 from pretraining.tools.prepare.chat import check_tokens, find_template, write_template
 from pretraining.tools.prepare.instructions import LONGER, InstructionOptions, Packer, Reader
 from pretraining.tools.prepare.shards import COLUMNS, ShardWriter, merged_sums
@@ -179,7 +179,7 @@ def _parse(arguments: Sequence[str] | None) -> Options:
         if kind is bool:
             parser.add_argument(flag, type=_truth, nargs="?", const=True, default=field.default, help=text)
         elif field.default is MISSING:
-            parser.add_argument(flag, required=True, help=text)
+            parser.add_argument(flag, required=True, type=storable, help=text)
         else:
             parser.add_argument(flag, type=kind, default=field.default, help=f"{text} (default: {field.default!r})")
     options = Options(**vars(parser.parse_args(arguments)))

@@ -299,6 +299,7 @@ def test_lines_that_cross_the_border_of_ranges_are_read_once(tmp_path: Path) -> 
         (["--part=1/3"], "--part needs --tokenizer"),
         *(([f"--{flag}"], f"--{flag}: needs --sft") for flag in ("packing=False", "seq_length=64", "chat_template=x")),
         (["--output=~/mine"], "argument --output: ~/mine begins with ~, which the shell leaves as it is"),
+        (["--output=az://b/x"], "argument --output: az://b/x must be a local path, or begin with s3:// or gs://"),
         (["--input=a,~me/b"], "argument --input: ~me/b begins with ~"),
         (["--part=1/3", "--tokenizer=t", "--output=s3://b/x"], "a folder that all parts share"),
     ],
