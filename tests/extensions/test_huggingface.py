@@ -105,6 +105,7 @@ EXPORTS: list[tuple[dict[str, Any], str]] = [  # settings, and the family that h
     ({"qk_norm": True, "attn_bias": True}, "Qwen3"),
     (GPT_NEOX, "GPTNeoX"),
     ({**GPT_NEOX, "parallel_residual": False, "activation": "gelu_tanh", "attn_bias": False}, "GPTNeoX"),
+    ({**GPT_NEOX, "qkv_bias": True}, "GPTNeoX"),  # which attn_bias has, too
     ({**MUP, "tie_word_embeddings": True}, "Llama"),
     (MUP, "Llama"),
     ({**MUP, "qk_norm": True}, "Qwen3"),
@@ -135,7 +136,8 @@ def test_an_exported_model_is_the_same_function_in_transformers_and_comes_back_u
         return
     theirs.save_pretrained(tmp_path / "back")  # as they write it, with all of their keys
     back = open_any_checkpoint(tmp_path / "back")
-    described.pop("num_kv_heads", None)  # GPT-NeoX has none
+    for name in ("num_kv_heads", *["qkv_bias"] * ("attn_bias" in described)):  # which GPT-NeoX has not
+        described.pop(name, None)
     assert {name: back.facts.config[name] for name in described} == described
     assert back.manifest.tensors.keys() == weights.keys()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in read_tensors(back).items())

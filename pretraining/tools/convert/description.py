@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from pretraining.config.errors import UserError
@@ -38,6 +38,7 @@ def config_json(config: TrainConfig, dtype: str) -> dict[str, Any]:
 
     In the keys of transformers 4, which version 5 reads as well. Raises UserError where no family has this model.
     """
+    config = replace(config, qkv_bias=False) if config.attn_bias else config  # which has those, too
     family, shape = _family_of(config), model_shape(config)
     architecture, fields, options, activations = FAMILIES[family]
     must_be = {name: value for name, value in {**LLAMA, **fields}.items() if name not in options}
