@@ -63,6 +63,18 @@ def test_streams_that_are_joined_as_bytes_are_refused(tmp_path: Path, labels: bo
     assert "bytes follow the end of its stream" in complaint(tmp_path / "data")
 
 
+@pytest.mark.parametrize("size", [9, 20_000])  # as above
+@pytest.mark.parametrize(("place", "border"), [(0, 1), (0, -1), (2, 0), (4, 5)])
+def test_damaged_borders_of_documents_are_refused(tmp_path: Path, size: int, place: int, border: int) -> None:
+    """They would be read from another column, or from another batch."""
+    table = pa.table({name: pa.array([[*range(size)]] * 4, pa.list_(pa.int32())) for name in ("tokens", "others")})
+    path = corpora.write_table(tmp_path / "data" / "s", table, "stream", 4)
+    borders = np.arange(5, dtype=np.int32) * size
+    damaged = np.where(np.arange(5) == place, border * size + 5, borders).astype(np.int32)
+    path.write_bytes(path.read_bytes().replace(borders.tobytes(), damaged.tobytes(), 1))
+    assert re.search("(copy or write it|write the shard) again", complaint(tmp_path / "data"))
+
+
 CHANGES: dict[str, tuple[str, Callable[[Path], object]]] = {  # what happens to a shard -> what the error says
     "truncated": ("", lambda shard: truncate(shard, 0.1)),
     "removed": (": removed or replaced while the run reads it", Path.unlink),

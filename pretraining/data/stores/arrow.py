@@ -83,10 +83,10 @@ def index_arrow(
 
 
 class WithoutBodies(io.RawIOBase):
-    """A file for pyarrow that does not read the bodies of large messages: from `skips` on, they consist of zeros."""
+    """A file for pyarrow that does not read the bodies of large messages: they consist of zeros."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file, self._position, self.skips = file, 0, False
+        self._file, self._position = file, 0
         self._size = file.seek(0, io.SEEK_END)
 
     def readable(self) -> bool:  # what io.RawIOBase declares
@@ -104,7 +104,7 @@ class WithoutBodies(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         count = min(size, self._size - self._position)
-        data = bytes(count) if self.skips and size >= LARGE else self.read_at(self._position, count)
+        data = bytes(count) if size >= LARGE else self.read_at(self._position, count)
         self._position += len(data)
         return data
 
@@ -183,8 +183,6 @@ def _read_messages(
     schema = _schema_up_to(full_schema, column)
     width, lists = np.dtype(dtype).itemsize, is_list(full_schema.field(column).type)
     starts, lengths = array("q"), array("q")  # 8 bytes a document, where Python's integers take 36
-    if headers:
-        headers.skips = True
     for message, begin in _bodies(source, blocks):
         body = message.body
         documents = pa.ipc.read_record_batch(message, schema).column(column)
@@ -200,6 +198,8 @@ def _read_messages(
                 raw = headers.read_at(begin + _place_in_body(buffer, body, path), buffer.size)
                 kind = documents.offsets.type.to_pandas_dtype()
                 offsets = np.frombuffer(raw, kind, len(documents) + 1).astype(np.int64)
+                if offsets[0] < 0 or offsets[-1] > len(values):  # pyarrow has validated the zeros
+                    raise pa.ArrowInvalid(f"a document ends at token {offsets[-1]:,} of {len(values):,}")
             starts.frombytes((offsets[:-1] * width + first).tobytes())
             lengths.frombytes(np.diff(offsets).tobytes())
         else:
