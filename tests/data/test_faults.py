@@ -18,6 +18,7 @@ import pytest
 
 from pretraining.config.errors import UserError
 from pretraining.data import Prefetcher, open_stream
+from pretraining.data.datasets import open_datasets
 from pretraining.data.index import TokenShard, open_index, sidecar_path
 from pretraining.tools.inspect_data import verify
 from tests.data import corpora
@@ -68,7 +69,9 @@ def test_streams_that_are_joined_as_bytes_are_refused(tmp_path: Path, labels: bo
 def test_damaged_borders_of_documents_are_refused(tmp_path: Path, size: int, place: int, border: int) -> None:
     """They would be read from another column, or from another batch."""
     table = pa.table({name: pa.array([[*range(size)]] * 4, pa.list_(pa.int32())) for name in ("tokens", "others")})
+    table = table.replace_schema_metadata({"huggingface": "x" * size * 4})  # as datasets writes, read whatever its size
     path = corpora.write_table(tmp_path / "data" / "s", table, "stream", 4)
+    assert len(open_datasets(settings(tmp_path / "data"), "train")) == 1
     borders = np.arange(5, dtype=np.int32) * size
     damaged = np.where(np.arange(5) == place, border * size + 5, borders).astype(np.int32)
     path.write_bytes(path.read_bytes().replace(borders.tobytes(), damaged.tobytes(), 1))

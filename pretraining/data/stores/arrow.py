@@ -86,8 +86,7 @@ class WithoutBodies(io.RawIOBase):
     """A file for pyarrow that does not read the bodies of large messages: they consist of zeros."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file, self._position = file, 0
-        self._size = file.seek(0, io.SEEK_END)
+        self._file, self._position, self._size = file, 0, file.seek(0, io.SEEK_END)
 
     def readable(self) -> bool:  # what io.RawIOBase declares
         return True
@@ -104,7 +103,8 @@ class WithoutBodies(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         count = min(size, self._size - self._position)
-        data = bytes(count) if size >= LARGE else self.read_at(self._position, count)
+        is_body = size >= LARGE and self._position > 8  # behind the first 8 bytes, a stream has its schema
+        data = bytes(count) if is_body else self.read_at(self._position, count)
         self._position += len(data)
         return data
 
