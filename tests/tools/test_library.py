@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from main_training import CONFIGURATION
 from pretraining import train
 from pretraining.checkpoint.manifest import open_checkpoint
+from pretraining.checkpoint.shards import write_files
 from pretraining.config.declaration import settings_of
 from pretraining.config.errors import UserError
 from pretraining.data.stream import Counters
@@ -95,6 +97,27 @@ def test_a_checkpoint_has_what_the_settings_say_and_loads_without_an_optimizer_s
         assert training.load(str(tmp_path)) == (1, None)
         assert training.evaluate(training.batch(2)).read()["loss"] == pytest.approx(loss, rel=1e-2)
         training.train_step(2)
+
+
+def test_a_save_in_the_background_has_the_weights_of_its_step_whatever_follows(
+    page: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write_later(*arguments: Any) -> Any:
+        time.sleep(0.5)
+        return write_files(*arguments)
+
+    monkeypatch.setattr("pretraining.checkpoint.store.write_files", write_later)
+    (tmp_path / "file").touch()
+    with Training({**page["settings"], "engine": "torch"}) as training:
+        for step in (1, 2):
+            training.train_step(step)
+            training.save(str(tmp_path), step, in_background=True)
+        training.save(str(tmp_path / "file"), 2, in_background=True)  # and nobody asks for the result
+        assert training.load(str(tmp_path), 1) == (1, None)
+        assert training.train_step(2).read()["loss"] == page["before"][2]
+        assert training.load(str(tmp_path)) == (2, None)
+        assert training.train_step(3).read()["loss"] == page["before"][3]
+    assert f"step 2 was not saved to {tmp_path / 'file'}: " in capsys.readouterr().out
 
 
 def test_weights_that_only_the_script_would_load_are_refused(page: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 from main_training import EXTENSIONS, configure
@@ -116,13 +117,15 @@ class Training:
 
         What is saved, and how, is what checkpoint_dtype, save_optimizer and ckpt_io_workers say.
         user_content: a JSON value. keep: remove all but so many checkpoints, 0: none. in_background: training
-        may go on, while a thread writes a copy in the host's memory. Raises OSError where it cannot be written, and
-        UserError where user_content is no JSON value.
+        may go on, while a thread writes a copy in the host's memory; the next save or load waits for it. Raises OSError
+        where it cannot be written, in_background as the result, which is printed, too; UserError where user_content is
+        no JSON value.
         """
         try:
             json.dumps(user_content, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise UserError(f"user_content of step {step} is no JSON value: {error}") from error
+        self._wait()
         mesh, stream = self.engine.mesh._asdict(), self.streams["train"]
         data = {**stream.state(step), "user_content": user_content}  # so that the script continues it, too
         tokens = stream.trained(step) * self.config.seq_length
@@ -133,7 +136,9 @@ class Training:
         if in_background:
             stage(pending, self._buffer)
         saving = self._writer.submit(self._write, pending, folder, keep)
-        if not in_background:
+        if in_background:  # perhaps nobody asks for the result
+            saving.add_done_callback(partial(self._report, f"step {step} was not saved to {folder}"))
+        else:
             saving.result()
         return saving
 
@@ -142,12 +147,21 @@ class Training:
         if keep:
             self._peers.lead(lambda: keep_steps(location(folder), lambda steps: steps[:keep]))
 
+    def _report(self, failure: str, saved: Future[None]) -> None:
+        if error := saved.exception():
+            self._peers.say(f"{failure}: {error}")
+
+    def _wait(self) -> None:
+        """Wait for the last save: it reads the host's copy, and its thread communicates with the other processes."""
+        self._writer.submit(int).result()
+
     def load(self, folder: str, step: int | None = None) -> Loaded | None:
         """Load model and optimizer from a step of `folder`, None: the newest. Returns None if there is no checkpoint.
 
         The checkpoint may be of another mesh, engine or run. Without an optimizer's state in it, moments start at zero.
         Raises UserError if it does not fit or is damaged.
         """
+        self._wait()
         found = self._peers.lead(lambda: find_checkpoints(location(folder)).committed)
         paths = [path for path in found if step is None or path.name == f"step_{step}"]
         if not paths:
