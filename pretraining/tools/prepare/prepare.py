@@ -250,7 +250,11 @@ def _plan(options: Options, files: list[Input]) -> dict[str, Any]:
     tokenizer = file_hash(Path(options.tokenizer)) if Path(options.tokenizer).is_file() else ""
     # absent of 16 MiB, so that an older preparation of less than 64 GiB continues
     large = {"shard_bytes": size} if (size := shard_bytes(files)) > SHARD_BYTES else {}
-    return {"settings": settings, "files": len(files), "input": short_hash(*stamps), "tokenizer": tokenizer, **large}
+    plan = {"settings": settings, "files": len(files), "input": short_hash(*stamps), "tokenizer": tokenizer, **large}
+    if options.sft:  # without the tokenizer's own names
+        template = find_template(options.chat_template, options.tokenizer, {})
+        plan["template"] = short_hash(template.text, json.dumps(template.special)) if template else ""
+    return plan
 
 
 def shard_bytes(files: Sequence[Input]) -> int:
@@ -344,7 +348,7 @@ def _refuse_other(output: Location, plan: dict[str, Any]) -> None:
     """Raise UserError if a folder has another plan, or anything without a plan."""
     path = output / PLAN
     if path.is_file():
-        before = read_dataset_json(path)
+        before = {"template": plan.get("template"), **read_dataset_json(path)}  # absent of an earlier version
         if changed := [name for name in plan if before.get(name) != plan[name]]:
             raise UserError(
                 f"{output}: prepared from something else ({', '.join(changed)} changed, see {PLAN}): choose another "

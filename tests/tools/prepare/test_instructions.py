@@ -509,10 +509,15 @@ def test_the_exported_tokenizer_has_the_template_that_the_data_were_prepared_wit
 ) -> None:
     transformers = pytest.importorskip("transformers")
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
+    (template := tmp_path / "own.jinja").write_text(LLAMA3)
     flags = [f"--input={tmp_path / 'chats.jsonl'}", f"--tokenizer={tokenizer_folder / 'tokenizer.json'}", "--sft"]
-    more = [f"--output={tmp_path / 'out'}", "--seq_length=256", "--processes=1", "--separator=4"]
-    assert prepare.main([*flags, *more]) == 0
+    flags += [f"--output={tmp_path / 'out'}", "--seq_length=256", "--processes=1", f"--chat_template={template}"]
+    flags += ["--separator=4"]
+    assert prepare.main(flags) == prepare.main(flags) == 0
     assert "note: --separator=4 ends completions, and no checkpoint records it" in capsys.readouterr().out
+    template.write_text(MARKED)  # the same command, which would not prepare the same
+    assert prepare.main(flags) == 2
+    assert "prepared from something else (template changed" in capsys.readouterr().err
     ids, files = export_tokenizer(str(tmp_path / "out" / "tokenizer.json"))
     (tmp_path / "exported").mkdir()
     for name, content in files.items():
