@@ -72,7 +72,7 @@ class SentencePieceTokenizer:
         """
         ids = [self.start] if surrounded and self.start is not None else []
         special = {**self._controls, self._model.id_to_piece(self._model.unk_id()): self._model.unk_id()}
-        for number, part in enumerate(re.split(f"({'|'.join(map(re.escape, special))})", text)):
+        for number, part in enumerate(_split_at(special, text)):
             if number % 2:
                 ids.append(special[part])
             elif part:
@@ -109,7 +109,7 @@ class SentencePieceTokenizer:
     def trace(self, text: str) -> TracedTokens:
         """Return the tokens of a text; the names of special tokens in it are those tokens."""
         traced, at = TracedTokens([], []), 0
-        for number, part in enumerate(re.split(f"({'|'.join(map(re.escape, self._controls))})", text)):
+        for number, part in enumerate(_split_at(self._controls, text)):
             pieces = [(self._controls[part], part)] if number % 2 else self._encode_part(part, follows=number > 0)
             if "".join(surface for _, surface in pieces) != part:
                 change = "the tokenizer changes spaces or letters, so its tokens cannot be assigned to a completion"
@@ -237,6 +237,12 @@ def begin_texts(tokenizer: Tokenizer, token: int | None, report: Callable[[str],
         report(f"{what} ({name}), but the tokenizer puts {others} around texts: they stay as they are")
     else:
         tokenizer.start = tokenizer.document_start = token
+
+
+def _split_at(names: Iterable[str], text: str) -> list[str]:
+    """Return the parts of a text between names of tokens, and after each but the last the name; the longest counts."""
+    ordered = sorted(names, key=len, reverse=True)
+    return re.split(f"({'|'.join(map(re.escape, ordered))})", text) if ordered else [text]
 
 
 def _piece_bytes(piece: str) -> int:

@@ -208,6 +208,13 @@ def test_a_sentencepiece_model_takes_special_tokens_of_a_template_as_tokens(tmp_
     assert ids[0] == 1 and ids.count(2) == 1 and tokenizer.decode(ids) == "answer é漢😀 and"
     assert "".join(text[start:stop] for start, stop in spans) == text
 
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["question and answer, é 漢 " * 3] * 50), model_writer=(model := io.BytesIO()),
+        vocab_size=300, model_type="bpe", byte_fallback=True, bos_id=-1, eos_id=-1, add_dummy_prefix=False,
+        minloglevel=2,
+    )  # fmt: skip
+    without = SentencePieceTokenizer(model.getvalue())
+    assert without.trace("question <s>").ids == without.encode_prompt("question <s>")
 
 @pytest.mark.parametrize("file", ["added_tokens.json", "tokenizer_config.json"])
 def test_tokens_of_a_chat_that_a_sentencepiece_model_lacks_are_named(tmp_path: Path, file: str) -> None:
