@@ -374,13 +374,22 @@ def _texts(part: FileRange, key: str, on_error: OnError) -> Iterator[Document]:
 
 
 def _tables(part: FileRange) -> Iterator[tuple[dict[str, Any], SourceLocation]]:
-    """Yield the rows of row groups of Parquet."""
+    """Yield the rows of row groups of Parquet, whose objects have no value for the keys that only others have."""
     with _open_parquet(part.path) as file:
         before = _rows_before(file, part.start)
         for group in range(part.start, part.stop):
             for number, row in enumerate(file.read_row_group(group).to_pylist()):
-                yield row, SourceLocation(part.path, "parquet", before, number)
+                yield _without_nulls(row), SourceLocation(part.path, "parquet", before, number)
             before += file.metadata.row_group(group).num_rows
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without keys that have none, but for a message's content, which is null where tools are called."""
+    if isinstance(value, list):
+        return [_without_nulls(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None or key == "content"}
+    return value
 
 
 def _rows(part: FileRange, key: str, on_error: OnError) -> Iterator[Document]:

@@ -32,6 +32,7 @@ from pretraining.tools.convert.export_tokenizer import export_tokenizer
 from pretraining.tools.prepare import prepare
 from pretraining.tools.prepare.chat import ChatTemplate, TemplateSource, check_tokens, find_template
 from pretraining.tools.prepare.instructions import Example, InstructionOptions, PackedRow, Packer, Reader
+from pretraining.tools.prepare.text import divide, read_records
 from tests.data.corpora import notes_on, settings, write_instructions, write_table
 from tests.tokenizer_files import write_byte_level
 
@@ -279,6 +280,21 @@ def test_a_template_may_read_content_in_parts(tokenizer_folder: Path) -> None:
 LLAMA2 = (
     "{% for message in messages %}{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + message['content'] + "
     "' [/INST]' }}{% else %}{{ ' ' + message['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+
+
+def test_rows_of_parquet_have_the_keys_of_their_own_objects(tmp_path: Path) -> None:
+    calls = [{"role": "assistant", "content": None, "tool_calls": [{"arguments": {name: 1}}]} for name in "ab"]
+    rows = [{"messages": [call]} for call in calls]
+    write_table(tmp_path / "a.parquet", pa.Table.from_pylist(rows), "parquet")
+    (shard,) = divide([tmp_path / "a.parquet"], [])
+    assert [record for record, _ in read_records(shard)] == rows
+
+
+# Without a prompt for an answer; of messages in parts and with calls of tools
+UNPROMPTED = (
+    "{% for message in messages %}{{ '<' + message['role'] + '>' }}{{ message['tool_calls'] or '' }}"
+    "{% for part in message['content'] %}{{ part['text'] }}{% endfor %}{% endfor %}"
 )
 
 
