@@ -59,7 +59,7 @@ def find_template(file: str, tokenizer: str, special: Mapping[str, str]) -> Temp
     if path.is_file():
         has_tool_use = not file and (folder / "additional_chat_templates" / f"{TOOL_USE}.jinja").is_file()
         try:
-            return TemplateSource(path.read_text(), special, str(path), has_tool_use)
+            return TemplateSource(path.read_text().removeprefix("\ufeff"), special, str(path), has_tool_use)
         except ValueError as error:
             raise UserError(f"{path}: not a chat template ({error}): convert it to UTF-8") from error
     if file:

@@ -305,6 +305,9 @@ def test_a_template_whose_answers_cannot_be_told_must_mark_them(tokenizer_folder
     (file := tokenizer_folder / "latin1.jinja").write_bytes(b"{{ '\xe4' }}")
     with pytest.raises(UserError, match=r"latin1\.jinja: not a chat template \(.*\): convert it to UTF-8"):
         find_template(str(file), str(tokenizer_folder / "tokenizer.json"), {})
+    file.write_text("\ufeff" + LLAMA2)  # as editors of Windows write it
+    marked = find_template(str(file), str(tokenizer_folder / "tokenizer.json"), {})
+    assert marked and marked.text == LLAMA2
     for template, message in (
         ("{{ messages[-1]['content'] }}", "mark the assistant's part of the template with {% generation %}"),
         (LLAMA3.replace(PROMPT, ""), r"<\|start_header_id\|>assistant.* before message 2 would be trained, too: mark"),
