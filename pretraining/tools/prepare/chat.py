@@ -152,16 +152,18 @@ class ChatTemplate:
             whole, prompt = _unmarked(text), _unmarked(self._text(messages[:first], False, more) if first else "")
             return RenderedChat(whole.text, whole.trained[len(prompt.trained) :])
         trained = []
-        answers = (number for number, message in enumerate(messages) if message["role"] == "assistant")
-        for number in (number for number in answers if number >= first):
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant" or number < first:
+                continue
             before = self._text(messages[:number], True, more)
             after = self._text(messages[: number + 1], False, more)
             problem = ""
             if not (after.startswith(before) and text.startswith(after)):
                 problem = f"what it makes of message {number} depends on other messages"
             elif before == self._text(messages[:number], False, more):  # add_generation_prompt has no effect
-                answer, content = after[len(before) :], str(messages[number].get("content", "")).strip()
-                if header := answer[: max(0, answer.find(content))].strip():
+                mark: Any = [{"type": "text", "text": _OPEN}] if isinstance(message.get("content"), list) else _OPEN
+                answer = self._text([*messages[:number], {"role": "assistant", "content": mark}], False, more)
+                if header := answer[len(before) :].partition(_OPEN)[0].strip():
                     problem = f"without add_generation_prompt, {header!r} before message {number} would be trained, too"
             if problem:
                 remedy = "mark the assistant's part of the template with {% generation %} and {% endgeneration %}"

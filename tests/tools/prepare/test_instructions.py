@@ -118,7 +118,7 @@ NAMING = (
     "{{ bos_token }}{% for tool in tools or [] %}{{ tool | tojson(indent=2) }}{% endfor %}"
     "{% for message in messages %}{{ sep_token + message.role + image_token }}{{ message.content }}"
     "{% if message.tool_calls is defined %}{{ message.tool_calls | tojson(separators=(',', ':'), sort_keys=true) }}"
-    "{% endif %}{% endfor %}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ sep_token + 'assistant' + image_token }}{% endif %}"
 )
 CALLS = [{"name": "f", "arguments": {"b": 1, "a": "é"}}]
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "<b> é"}}]
@@ -208,7 +208,6 @@ def test_a_sentencepiece_model_takes_special_tokens_of_a_template_as_tokens(tmp_
     ids, spans = tokenizer.trace(text)
     assert ids[0] == 1 and ids.count(2) == 1 and tokenizer.decode(ids) == "answer é漢😀 and"
     assert "".join(text[start:stop] for start, stop in spans) == text
-
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["question and answer, é 漢 " * 3] * 50), model_writer=(model := io.BytesIO()),
         vocab_size=300, model_type="bpe", byte_fallback=True, bos_id=-1, eos_id=-1, add_dummy_prefix=False,
@@ -216,6 +215,7 @@ def test_a_sentencepiece_model_takes_special_tokens_of_a_template_as_tokens(tmp_
     )  # fmt: skip
     without = SentencePieceTokenizer(model.getvalue())
     assert without.trace("question <s>").ids == without.encode_prompt("question <s>")
+
 
 @pytest.mark.parametrize("file", ["added_tokens.json", "tokenizer_config.json"])
 def test_tokens_of_a_chat_that_a_sentencepiece_model_lacks_are_named(tmp_path: Path, file: str) -> None:
@@ -314,6 +314,9 @@ def test_a_template_whose_answers_cannot_be_told_must_mark_them(tokenizer_folder
     ):
         with pytest.raises(UserError, match=message):
             chat_template(tokenizer_folder, template).render(CHAT)
+    for answer in ({"content": [{"type": "text", "text": "x"}]}, {"content": [], "tool_calls": [{"name": "f"}]}):
+        with pytest.raises(UserError, match="'<assistant>' before message 0 would be trained, too: mark"):
+            chat_template(tokenizer_folder, UNPROMPTED).render([{"role": "assistant", **answer}])
     unprompted = chat_template(tokenizer_folder, LLAMA2).render([*CHAT[1:4], {"role": "assistant", "content": ""}])
     trained = [unprompted.text[start:stop] for start, stop in unprompted.trained]
     assert trained == [f" {CHAT[2]['content']} {SPECIAL[1]}", f"  {SPECIAL[1]}"]
