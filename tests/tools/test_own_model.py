@@ -170,6 +170,12 @@ def test_blocks_that_differ_are_found_before_one_runs_for_all() -> None:
     assert [subject for subject, *_ in unlike_blocks(blocks, "h")] == ["h.1", "h.2"]
     blocks = as_llama(config, MODEL, GPT2(config)).model.layers
     assert list(unlike_blocks(blocks, "h")) == []
+    for block, number in zip(blocks, (0, 0, 1), strict=True):
+        vars(block.block)["_number"] = number
+    assert [subject for subject, *_ in unlike_blocks(blocks, "h")] == ["h.2"]
+    for block, number in zip(blocks, (0, 1, 0), strict=True):
+        vars(block.block).update(_number=0, table=torch.arange(2000) == 1000 * number)  # which a repr abbreviates
+    assert [subject for subject, *_ in unlike_blocks(blocks, "h")] == ["h.1"]
 
 
 def outputs_of(folder: Path, code: str, processes: int = 1) -> list[str]:

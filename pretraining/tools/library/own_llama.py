@@ -144,14 +144,20 @@ def unlike_blocks(blocks: nn.ModuleList, path: str) -> Iterator[Problem]:
 
 def describe_modules(root: nn.Module) -> dict[str, tuple[object, ...]]:
     """Return the class of each module by its path, its attributes, and the shapes of its parameters."""
+    of_every_module = vars(nn.Module()).keys() - {"training"}
     return {
         path: (
             type(module),
-            {name: repr(value) for name, value in vars(module).items() if not name.startswith("_")},
+            {name: describe_value(value) for name, value in vars(module).items() if name not in of_every_module},
             {name: (weight.shape, weight.requires_grad) for name, weight in module.named_parameters(recurse=False)},
         )
         for path, module in root.named_modules()
     }
+
+
+def describe_value(value: object) -> str:
+    """Return an attribute in words; of a tensor all values, which its repr abbreviates."""
+    return repr(value.tolist() if isinstance(value, Tensor) and not value.is_meta else value)
 
 
 def own_names(description: OwnModel, state: TrainingState) -> TrainingState:
