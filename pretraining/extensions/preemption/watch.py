@@ -12,6 +12,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from http.client import HTTPException
 from pathlib import Path
 
 from pretraining.config.extension import Watcher
@@ -82,5 +83,8 @@ def _request(url: str, headers: Mapping[str, str], method: str = "GET") -> str:
     """Return what the server answers, without a proxy: no other host can ask it."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     request = urllib.request.Request(url, headers=dict(headers), method=method)
-    with opener.open(request, timeout=TIMEOUT) as answer:
-        return str(answer.read(4096), "utf-8", "replace")
+    try:
+        with opener.open(request, timeout=TIMEOUT) as answer:
+            return str(answer.read(4096), "utf-8", "replace")
+    except HTTPException as error:  # a proxy of the cluster that answers something else while it starts
+        raise OSError(f"{url}: {error}") from error
