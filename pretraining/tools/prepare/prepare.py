@@ -196,7 +196,8 @@ def _parse(arguments: Sequence[str] | None) -> Options:
     idle = [name for name in INSTRUCTION_SETTINGS if getattr(options, name) != defaults[name]]
     if idle and not options.sft:
         parser.error(f"--{idle[0]}={getattr(options, idle[0])}: needs --sft")
-    for name, least in (("vocab_size", 0), ("valid_every", 0), ("processes", 0), ("skip_bad", 0), ("separator", -1)):
+    zeros = dict.fromkeys(("vocab_size", "valid_every", "processes", "skip_bad"), 0)
+    for name, least in {**zeros, "separator": -1, "seq_length": 2}.items():  # the first token of a row is not trained
         if getattr(options, name) < least:
             parser.error(f"--{name}={getattr(options, name)}: use {least} or more")
     if options.part:

@@ -291,6 +291,7 @@ def test_lines_that_cross_the_border_of_ranges_are_read_once(tmp_path: Path) -> 
     [
         *(([f"--{name}=-2"], f"--{name}=-2: use 0 or more") for name in ("vocab_size", "valid_every", "processes")),
         (["--skip_bad=-2"], "--skip_bad=-2: use 0 or more"),
+        (["--sft", "--tokenizer=t", "--seq_length=0"], "--seq_length=0: use 2 or more"),
         (["--separator=-2"], "--separator=-2: use -1 or more"),
         (["--valid_every=1"], "--valid_every=1: holds out every document; use 2 or more, or 0"),
         (["--separator=40000"], "--separator=40000: use an id below --vocab_size=32000"),
