@@ -38,7 +38,8 @@ class SentencePieceTokenizer:
     """A sentencepiece model.
 
     vocab_size: ids are below it. separator: the id put after every document, None if the tokenizer has none. special:
-    the tokens that chat templates name. named: the special tokens that a text becomes where it has their names.
+    the tokens that chat templates name. named: the special tokens that a text becomes where it has their names. names:
+    those that `trace` takes for special tokens.
     beginning: the special tokens that it puts before a text. start: the one before every document of a run, which
     `begin_texts` sets. document_start: the id that an empty prompt stands for: `start`, or as in transformers the
     beginning of a text (sentencepiece), or its end.
@@ -57,6 +58,7 @@ class SentencePieceTokenizer:
         self.document_start: int | None = self._model.bos_id() if self._model.bos_id() >= 0 else self.separator
         controls = filter(self._model.is_control, range(self.vocab_size))
         self._controls = {self._model.id_to_piece(number): number for number in controls}
+        self.names = frozenset(self._controls)
         ids = {"bos_token": self._model.bos_id(), "eos_token": self._model.eos_id()}
         self.special = {name: self._model.id_to_piece(number) for name, number in ids.items() if number >= 0}
 
@@ -162,7 +164,7 @@ class HuggingFaceTokenizer:
         ends = [find(name) for find in (special.get, self._model.token_to_id) for name in END_OF_DOCUMENT]
         self.separator: int | None = next((number for number in ends if number is not None), None)
         self.special: dict[str, str] = {}  # tokenizer_config.json next to it has them
-        self.named = frozenset(special.values())
+        self.named, self.names = frozenset(special.values()), frozenset(special)
         surrounded = self._model.encode("a")
         pairs = zip(surrounded.ids, surrounded.special_tokens_mask, strict=True)
         self.beginning = tuple(number for number, _ in takewhile(lambda pair: pair[1], pairs))

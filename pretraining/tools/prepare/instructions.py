@@ -143,6 +143,17 @@ class Reader:
             ids, trained = begin + ids + end, [False] * len(begin) + trained + [True] * len(end)
         return Example(ids, [False, *trained[1:]])
 
+    def has_names(self, record: Mapping[str, Any]) -> bool:
+        """Return whether a record's own text has the name of a special token, which becomes this token there.
+
+        At the end of a completion, that of the separator is meant.
+        """
+        if messages := _messages(record):
+            text = json.dumps(messages, ensure_ascii=False, default=str)
+        else:
+            text = "".join(_texts(record)).removesuffix(self._tokenizer.find_name(self._options.separator) or "")
+        return any(name in text for name in self._tokenizer.names)
+
     def _chat(self, record: Mapping[str, Any]) -> tuple[RenderedChat, bool]:
         """Return the text of a record, and whether it is without a template."""
         if messages := _messages(record):

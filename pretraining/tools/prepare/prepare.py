@@ -59,7 +59,7 @@ from pretraining.tools.prepare.urls import Url
 
 SPLIT_FLAGS = {"train": "data_path", "valid": "valid_data_path"}  # folder in the output -> flag of the training
 _BYTES = "bytes of text"
-_NAMED = "documents with names of special tokens in their text, which became these tokens"
+_NAMED = "with names of special tokens in their text, which became these tokens"
 _LEFT_OUT = "left_out.txt"  # in the output: what --skip_bad left out
 _POOL_BYTES = 64 * 2**20  # of input, which one process looks at in a second
 _AT_ONCE = 64  # documents encoded and written together
@@ -587,7 +587,7 @@ def _write_documents(
         for split, writer in writers.items():
             chosen = [text for text, other in zip(batch, splits, strict=True) if text and other == split]
             writer.write([documents := tokenizer.encode(chosen)])
-            counts[_NAMED] += sum(not tokenizer.named.isdisjoint(ids) for ids in documents)
+            counts[f"documents {_NAMED}"] += sum(not tokenizer.named.isdisjoint(ids) for ids in documents)
         place += len(batch)
         counts["empty documents left out"] += batch.count("")
         counts[_BYTES] += sum(len(text.encode()) for text in batch)
@@ -607,6 +607,7 @@ def _write_rows(job: Job, tokenizer: Tokenizer, writers: Mapping[str, ShardWrite
             continue
         split = "valid" if is_held_out(job, number) else "train"
         packers[split].add(example, str(place))
+        packers[split].counts[f"examples {_NAMED}"] += reader.has_names(record)
     for packer in packers.values():
         packer.close()
     return packers["train"].counts + packers["valid"].counts

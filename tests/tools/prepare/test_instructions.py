@@ -508,13 +508,15 @@ def test_prepared_chats_train_their_answers_alone(
     with (tmp_path / "chats.jsonl").open("w") as file:
         for number in range(200):
             answer = " ".join(drawn_words.choices(words, k=drawn_words.randrange(1, 6)))
-            turns = [{"role": "user", "content": f"ask {number}"}, {"role": "assistant", "content": f"say {answer}"}]
+            asked = f"ask {number}" + " <|eot_id|>" * (number in (3, 5))
+            turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": f"say {answer}"}]
             file.write(json.dumps({"messages": turns}) + "\n")
     flags = [f"--input={tmp_path / 'chats.jsonl'}", f"--tokenizer={tokenizer_folder / 'tokenizer.json'}", "--sft"]
     flags += [f"--output={tmp_path / 'out'}", "--seq_length=128", "--valid_every=10", "--processes=1"]
     assert prepare.main(flags) == 0
-    said = capsys.readouterr().out
-    assert "200 examples in rows" in said and "note: " not in said
+    printed = capsys.readouterr().out
+    assert "200 examples in rows" in printed and "note: " not in printed
+    assert "\n2 examples with names of special tokens in their text, which became these tokens\n" in printed
     given = (tmp_path / "out" / "flags.txt").read_text().split()
     chosen = {**dict(word[2:].split("=", 1) for word in given), "index_dir": str(tmp_path / "index")}
     batch = open_stream(configure({**chosen, "global_batch_size": 2})).batch(0)
