@@ -89,9 +89,11 @@ class Plan(NamedTuple):
     @property
     def run_seconds(self) -> float:
         """Seconds of all steps, of which those of a smaller global batch or of shorter rows are shorter."""
-        tokens = tokens_by_length(self.config)
-        speeds = {length: plan_of(_with_length(self.config, length)).tokens_per_second for length in tokens}
-        return sum(count / speeds[length] for length, count in tokens.items())
+        seconds = 0.0
+        for length, count in tokens_by_length(self.config).items():
+            plan = self if length == self.config.seq_length else plan_of(_with_length(self.config, length))
+            seconds += count / plan.tokens_per_second
+        return seconds
 
     @property
     def run_flops(self) -> int:
@@ -152,8 +154,6 @@ def tokens_by_length(config: PlanConfig) -> dict[int, int]:
 
 def _with_length(config: PlanConfig, length: int) -> PlanConfig:
     """Return a configuration whose rows all have this length, with as many tokens in a micro-batch and in a step."""
-    if length == config.seq_length:
-        return config
     rows, total = (count * config.seq_length // length for count in (config.batch_size, config.global_batch_size or 0))
     others: dict[str, Any] = {"seq_length_stages": ""}
     others |= {"rampup_batch_size": ""} if hasattr(config, "rampup_batch_size") else {}  # of an extension
