@@ -145,15 +145,13 @@ def _check_flags(flags: argparse.Namespace, layout: TrainerFolders | None) -> No
     if flags.vocab_size < 0:
         raise UserError(f"--vocab_size={flags.vocab_size}: a number from 1")
     if layout:
-        kind = f"a checkpoint of {layout.title}"
-        read = ["vocab_size", *(("import_config", "model_config_path") if layout is not LAYOUTS[0] else ())]
-        read += ["neox_gqa", "neox_gated_ffn"] if layout.title == "GPT-NeoX" else []
+        kind, read = f"a checkpoint of {layout.title}", layout.flags
     elif is_theirs:
-        kind, read = "safetensors in Hugging Face's format", []
+        kind, read = "safetensors in Hugging Face's format", ()
     elif flags.export_config:
-        kind, read = "--export_config", ["vocab_size", "hw_backend", "model_config_path", "average_with", "use_ema"]
+        kind, read = "--export_config", ("vocab_size", "hw_backend", "model_config_path", "average_with", "use_ema")
     else:
-        kind, read = "an export to Hugging Face's format", ["tokenizer_path", "shard_size", "average_with", "use_ema"]
+        kind, read = "an export to Hugging Face's format", ("tokenizer_path", "shard_size", "average_with", "use_ema")
     given = {name: value for name, default in OPTIONS.items() if (value := getattr(flags, name)) != default}
     if idle := [f"--{name}={value}" for name, value in given.items() if name not in read]:
         raise UserError(f"{idle[0]}: does nothing for {kind}; leave it out")

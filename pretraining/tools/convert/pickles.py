@@ -258,6 +258,7 @@ _NUMBERED = "numbered in the order of that program's parameter groups, without n
 _NEOX_MOMENTS = (("*optim_states.pt", ""), ("mp_rank_*_model_states.pt", "optimizer"))
 _DISTRIBUTED_MOMENTS = ((f"**/{COMMON}", "optimizer"), (f"**/{COMMON}", "optimizer_states"))
 _NEMO_MOMENTS = (("**/model_optim_rng.ckpt", "optimizer_states"),)
+_DESCRIBED = ("vocab_size", "import_config", "model_config_path")
 
 
 class TrainerFolders(NamedTuple):
@@ -271,11 +272,22 @@ class TrainerFolders(NamedTuple):
     moment_files: tuple[tuple[str, str], ...]  # patterns of the files that hold them, below a key or "" as a whole
     counts_from_stage: bool = False  # layer numbers start at 0 on every pipeline rank
     is_whole: bool = False  # the tensors of all ranks are stored as one
+    flags: tuple[str, ...] = _DESCRIBED  # of pretraining.tools.convert, for what the folder does not say
 
 
 LAYOUTS = (
-    TrainerFolders("Hugging Face", f"{BIN}*", _bins, ranks.huggingface, _NUMBERED, (("optimizer.*", ""),)),
-    TrainerFolders("GPT-NeoX", "*model_states.pt", _neox, ranks.neox, _FLAT, _NEOX_MOMENTS),
+    TrainerFolders(
+        "Hugging Face", f"{BIN}*", _bins, ranks.huggingface, _NUMBERED, (("optimizer.*", ""),), flags=("vocab_size",)
+    ),
+    TrainerFolders(
+        "GPT-NeoX",
+        "*model_states.pt",
+        _neox,
+        ranks.neox,
+        _FLAT,
+        _NEOX_MOMENTS,
+        flags=(*_DESCRIBED, "neox_gqa", "neox_gated_ffn"),
+    ),
     TrainerFolders("NxD Training", "**/dp_rank_00_*.pt", _nxdt, ranks.nxdt, _FLAT, (("optim/*", ""),)),
     TrainerFolders(
         "NeMo (distributed)",
