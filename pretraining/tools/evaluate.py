@@ -90,8 +90,8 @@ def evaluate(flags: argparse.Namespace) -> Results:
         import_harness(others)
     model, tokenizer, config = open_model(flags)
     begin_texts(tokenizer, config.bos_token, print)
-    scorer = Scorer(model.to(open_device(CONFIGURATION(device=flags.device))), tokenizer, flags.batch_size)
-    scorer.ends = {tokenizer.separator, document_borders(config, tokenizer)[1]}  # as the export's eos_token_id
+    end = document_borders(config, tokenizer)[1]
+    scorer = Scorer(model.to(open_device(CONFIGURATION(device=flags.device))), tokenizer, flags.batch_size, end)
     results: Results = {}
     for name, task in open_tasks(",".join(files), tokenizer, scorer.longest, model.shape.vocab_size).items():
         scores = iter(scorer.score([request for choices in task.requests for request in choices]))
@@ -104,14 +104,14 @@ def evaluate(flags: argparse.Namespace) -> Results:
 
 
 class Scorer:
-    """Log-likelihoods of texts under a model."""
+    """Log-likelihoods of texts under a model. end: an id that ends a text besides the tokenizer's separator, if any."""
 
-    def __init__(self, model: Llama, tokenizer: Tokenizer, batch_size: int) -> None:
+    def __init__(self, model: Llama, tokenizer: Tokenizer, batch_size: int, end: int | None = None) -> None:
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
         self.device = next(model.parameters()).device
         self.longest = model.shape.max_position_embeddings  # tokens that the model sees at a time
         self.truncated = 0  # requests of which it did not see the beginning
-        self.ends = {tokenizer.separator}  # ids that end a text
+        self.ends = {tokenizer.separator, end}  # as eos_token_id of the export
 
     @torch.inference_mode()
     def score(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
