@@ -32,7 +32,6 @@ T = TypeVar("T")
 FORMAT, READABLE = 2, (1, 2)  # 1 has SHA-256 of blocks
 MANIFEST, FACTS = "manifest.json", "facts.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-OPTIMIZER = "optimizer."  # names that begin so are optimizer state, all others are weights
 
 DTYPES = {
     "F64": torch.float64,

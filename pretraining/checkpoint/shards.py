@@ -20,17 +20,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 
 from pretraining.checkpoint.files import BLOCK, UnreadableError, checksum, digest, is_intact, read_into, unreadable
-from pretraining.checkpoint.manifest import (
-    DTYPE_NAMES,
-    DTYPES,
-    OPTIMIZER,
-    Checkpoint,
-    Chunk,
-    Entry,
-    Manifest,
-    ShardFile,
-)
-from pretraining.parallel.engine import OPTIONAL
+from pretraining.checkpoint.manifest import DTYPE_NAMES, DTYPES, Checkpoint, Chunk, Entry, Manifest, ShardFile
+from pretraining.parallel.engine import OPTIMIZER, OPTIONAL
 from pretraining.storage import Location, NewFile, OpenFile, store_of
 
 # Host copies waiting for the disk may take this much, or one chunk if that is more: the disk is busy with 64 MiB

@@ -24,10 +24,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 
-from pretraining.checkpoint.manifest import DTYPES, OPTIMIZER, Checkpoint, Entry, Facts, Manifest, write_commit
+from pretraining.checkpoint.manifest import DTYPES, Checkpoint, Entry, Facts, Manifest, write_commit
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.shards import plan_files, read_files, write_files
 from pretraining.config.errors import UserError
+from pretraining.parallel.engine import OPTIMIZER
 from pretraining.storage import Location, size_of, store_of
 
 LogicalTensors = Mapping[str, Any]  # logical name -> Tensor, DTensor or tensor with DCP's checkpointable protocol

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Batch = dict[str, np.ndarray]  # int32 [rows of this process, tokens] each; see data.stream.Stream.batch
-# Names in the logical state of what only some runs have, and begin anew without: fp16's loss scale, the figures of the
-# last steps.
-LOSS_SCALE, RECENT_FIGURES = "optimizer.loss_scale", "optimizer.recent_figures"
+OPTIMIZER = "optimizer."  # names of the logical state that begin so are optimizer state, all others are weights
+# What only some runs have, and begin anew without: fp16's loss scale, the figures of the last steps.
+LOSS_SCALE, RECENT_FIGURES = f"{OPTIMIZER}loss_scale", f"{OPTIMIZER}recent_figures"
 OPTIONAL = {LOSS_SCALE, RECENT_FIGURES}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from main_training import CONFIGURATION
-from pretraining.checkpoint.checkpoints import Checkpoints
+from pretraining.checkpoint.checkpoints import Checkpoints, SaveFailedError
 from pretraining.checkpoint.manifest import Facts
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import build_model
@@ -91,9 +92,14 @@ def train(config: TrainConfig, report: Callable[[int, float], None]) -> int:
     start = facts.step if facts else 0
     if checkpoints.due(0) and start == 0:
         checkpoints.save(trainee.state(), facts_of(config, 0))
-    for step in range(start + 1, config.num_steps + 1):
-        report(step, train_step(*trainee, config, step))
-        if checkpoints.due(step):
-            checkpoints.save(trainee.state(), facts_of(config, step))
+    try:
+        for step in range(start + 1, config.num_steps + 1):
+            report(step, train_step(*trainee, config, step))
+            if checkpoints.due(step):
+                checkpoints.save(trainee.state(), facts_of(config, step))
+    except BaseException:  # a process that is killed has no thread that writes or removes while the next run starts
+        with suppress(SaveFailedError):
+            checkpoints.wait()
+        raise
     checkpoints.close()
     return start + 1

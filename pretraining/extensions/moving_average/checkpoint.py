@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pretraining.checkpoint.manifest import OPTIMIZER, Checkpoint
+from pretraining.checkpoint.manifest import Checkpoint
 from pretraining.config.errors import UserError
 from pretraining.extensions.moving_average.settings import MOMENT
+from pretraining.parallel.engine import OPTIMIZER
 
 
 def with_moving_averages(checkpoint: Checkpoint) -> Checkpoint:

@@ -8,14 +8,14 @@ from typing import Any
 
 from pretraining.checkpoint.compatibility import Change, changes, refuse_changes, saved_config
 from pretraining.checkpoint.files import digest
-from pretraining.checkpoint.manifest import EMBEDDING, HEAD, OPTIMIZER, Checkpoint, Facts
+from pretraining.checkpoint.manifest import EMBEDDING, HEAD, Checkpoint, Facts
 from pretraining.checkpoint.store import is_weight
 from pretraining.config.declaration import Resume
 from pretraining.config.errors import ConfigError, Problem, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.extensions.checkpoints import open_any_checkpoint
 from pretraining.extensions.other_weights import OtherWeightsConfig
-from pretraining.parallel.engine import OPTIONAL
+from pretraining.parallel.engine import OPTIMIZER, OPTIONAL
 from pretraining.storage import Location, location, opened
 
 SAMPLE = 4096  # bytes of a tensor

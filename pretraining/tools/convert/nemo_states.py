@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pretraining.checkpoint.manifest import OPTIMIZER
+from pretraining.parallel.engine import OPTIMIZER
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STEP = f"{OPTIMIZER}step"
