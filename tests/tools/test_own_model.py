@@ -142,6 +142,7 @@ def test_everything_that_prevents_the_training_of_a_model_is_listed() -> None:
         ({"tensor_parallel_size": 2}, "only the xla engine divides the products of a model of one's own"),
         ({"hidden_dropout": 0.1}, "does nothing for a model of one's own: it has no dropout that repeats"),
         ({"reset_attention_mask": True}, "does nothing for a model of one's own: it reads tokens alone"),
+        ({"one_program": "always"}, "does nothing for a model of one's own: its step is several programs"),
         ({"precision": "autocast"}, "is for Llama; a model of one's own has fp32 or mixed_bf16"),
         ({"optimizer": "muon"}, "is for the matrices of Llama's blocks; use adamw"),
         ({"mixed_precision": True}, "one process on a CPU runs without it; use fp32, or torchrun"),

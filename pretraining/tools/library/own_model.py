@@ -38,6 +38,7 @@ REASONS = {
     "save_attention": "its attention is its own",
     "attention_impl": "its attention is its own",
     "low_cpu_fsdp": "it is built in host memory",
+    "one_program": "its step is several programs, between which FSDP2 communicates",
 }
 
 
