@@ -39,7 +39,10 @@ class Watcher:
         """Act after the update `step`, and its report if it has one. The step's time does not count this."""
 
     def waits_after(self, step: int) -> bool:
-        """Return whether `after_step` waits for the devices. The loop then does so first: it is the steps' time."""
+        """Return whether `after_step` waits for the devices. The loop then does so first: it is the steps' time.
+
+        The same in every process: what the loop reads then may end the run.
+        """
         return False
 
     def figures(self, record: Mapping[str, Any]) -> dict[str, float]:

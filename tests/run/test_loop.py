@@ -12,6 +12,8 @@ import pytest
 
 from main_training import EXTENSIONS, train
 from pretraining.config.extension import Extension, Watcher
+from tests.processes import run_together, words
+from tests.selection import needs
 from tests.waiting import wait_until
 
 DIVERGING: dict[str, Any] = {
@@ -59,6 +61,14 @@ def test_a_run_stops_once_more_updates_are_refused_than_allowed(
     skipped, step, subject = (1, 2, "1 update") if limit == 0 else (5, 6, "5 updates")
     assert f"{subject} skipped up to step {step}, the first" in printed
     assert [record["refused"] for record in result.records if "refused" in record] == [skipped] * (code == 3)
+
+
+@pytest.mark.slow
+@needs("profiler")
+def test_where_one_process_traces_all_stop_after_the_same_step(tmp_path: Path) -> None:
+    trace = {"use_profiler": True, "profile_start_step": 2, "profile_num_steps": 2, "report_interval": 6}
+    flags = {**DIVERGING, **trace, "use_torch_compile": False, "log_dir": tmp_path}
+    assert [code for code, _ in run_together("main_training.py", *words(flags))] == [3, 3]
 
 
 class Stop(Watcher):

@@ -21,8 +21,8 @@ class Profiler(Watcher):
         self._run, self._config = run, config
         self._first = config.profile_start_step
         self._last = min(self._first + config.profile_num_steps - 1, config.num_steps)
-        writes = not (config.profiler_rank0_only and run.engine.process_index)
-        self._traces = writes and run.start_step < self._first
+        self._is_traced = run.start_step < self._first
+        self._traces = self._is_traced and not (config.profiler_rank0_only and run.engine.process_index)
         self._folder = config.run_folder / "profile"
         self._stop: Callable[[], None] = lambda: None  # the trace that has begun
 
@@ -34,12 +34,12 @@ class Profiler(Watcher):
                 torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
 
     def waits_after(self, step: int) -> bool:
-        """Return whether the trace ends after `step`."""
-        return self._traces and step == self._last
+        """Return whether the trace ends after `step`, in this process or in process 0."""
+        return self._is_traced and step == self._last
 
     def after_step(self, step: int) -> None:
         """End the trace."""
-        if self.waits_after(step):
+        if self._traces and step == self._last:
             self._stop()
             if self._config.memory_profiling:
                 self._folder.mkdir(parents=True, exist_ok=True)
