@@ -205,16 +205,16 @@ def special_tokens(config: TrainConfig, datasets: list[Dataset]) -> SpecialToken
     for dataset in datasets:
         is_known = is_set and is_remote(dataset.folder)  # whose documents are not read twice for a check
         if str(dataset.folder) not in prepared and not is_known:
-            _check_endings(dataset, separator, is_set)
+            _check_endings(dataset, separator, is_set, bool(prepared))
     origin = DESCRIPTION if prepared else "the default, --sep_token sets another"
     eos = None if separator == NO_SEPARATOR else separator
     return SpecialTokens(eos, config.bos_token, config.bol_token, config.eol_token, origin if flag is None else name)
 
 
-def _check_endings(dataset: Dataset, separator: int, is_set: bool) -> None:
+def _check_endings(dataset: Dataset, separator: int, is_set: bool, is_prepared: bool) -> None:
     """Raise UserError if nearly all documents end with the same id, and it is the separator, or should be.
 
-    is_set: whether a flag chose the separator.
+    is_set: whether a flag chose the separator. is_prepared: whether meta.json of another dataset has it.
     """
     shards = [shard for shard in dataset.shards if shard.nonempty][:_FEWEST_ENDINGS]
     endings = np.array([token for shard in shards for token in last_tokens(shard, _SAMPLED_ENDINGS // len(shards))])
@@ -226,10 +226,10 @@ def _check_endings(dataset: Dataset, separator: int, is_set: bool) -> None:
     if token == separator:
         raise UserError(f"{subject}, the separator, which would be there twice: give --strip_tokens={token}")
     if not is_set:
-        packed = f"--sep_token={NO_SEPARATOR} for rows that are packed already"
-        remedy = f"--sep_token={token} --strip_tokens={token} if {token} separates documents, {packed}"
-        wrong = f"{subject}, but the separator would be {separator}"
-        raise UserError(f"{wrong}: give {remedy}, or --sep_token={separator}")
+        remedy = f"--strip_tokens={token} if {token} separates documents"
+        if not is_prepared:
+            remedy = f"--sep_token={token} {remedy}, --sep_token={NO_SEPARATOR} for rows that are packed already"
+        raise UserError(f"{subject}, but the separator would be {separator}: give {remedy}, or --sep_token={separator}")
 
 
 def dataset_weights(source: SplitSource, datasets: list[Dataset], tokens: list[int]) -> list[float]:

@@ -141,10 +141,11 @@ def test_a_separator_that_the_documents_contradict_is_asked_for(tmp_path: Path) 
     write_lists(tmp_path / "mixture" / "a" / "x", documents)  # the other's meta.json says nothing about this one
     write_lists(tmp_path / "mixture" / "b" / "x", numbered([5] * 20))
     (tmp_path / "mixture" / "b" / "meta.json").write_text('{"separator": 1}')
-    for name in ("data", "mixture"):
-        with pytest.raises(UserError, match=f"end with id {EOS}, .*--sep_token={EOS} --strip_tokens={EOS}"):
+    for name, remedy in (("data", f"--sep_token={EOS} --strip_tokens={EOS}"), ("mixture", f"--strip_tokens={EOS}")):
+        with pytest.raises(UserError, match=f"end with id {EOS}, .*: give {remedy} .*, or --sep_token=1$"):
             open_stream(settings(tmp_path / name))
-    open_stream(settings(tmp_path / "mixture", sep_token=1))
+    for remedied in ({"sep_token": 1}, {"strip_tokens": str(EOS)}):
+        open_stream(settings(tmp_path / "mixture", **remedied))
     given = (("sep_token", EOS, str(EOS), 1), ("sep_token", 1, "", 2), ("eos_token", 1, "", 2))
     for name, token, strip, separators in given:
         stream = open_stream(settings(tmp_path / "data", **{name: token, "strip_tokens": strip}))
