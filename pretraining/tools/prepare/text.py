@@ -388,7 +388,8 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_nulls(each) for each in value]
     if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None or key == "content"}
+        kept = ("content",) if "role" in value else ()
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None or key in kept}
     return value
 
 

@@ -284,8 +284,8 @@ LLAMA2 = (
 
 
 def test_rows_of_parquet_have_the_keys_of_their_own_objects(tmp_path: Path) -> None:
-    calls = [{"role": "assistant", "content": None, "tool_calls": [{"arguments": {name: 1}}]} for name in "ab"]
-    rows = [{"messages": [call]} for call in calls]
+    calls = [{"arguments": {name: 1}} for name in ("a", "content")]
+    rows = [{"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]} for call in calls]
     write_table(tmp_path / "a.parquet", pa.Table.from_pylist(rows), "parquet")
     (shard,) = divide([tmp_path / "a.parquet"], [])
     assert [record for record, _ in read_records(shard)] == rows
