@@ -234,7 +234,10 @@ def rank_files(file: TrainerFile, ours: TrainConfig, order: str) -> RankFiles:
     theirs = replace(file.config, vocab_size=file.config.vocab_size or tokens)
     if missing := missing_dimensions(theirs):
         raise UserError(f"{file.path}: has no {', '.join(missing)}")
-    pairs = [{**vars(config), **vars(model_shape(config))} for config in (ours, theirs)]
+    pairs = [
+        {**vars(config), **vars(model_shape(config)), "qkv_bias": config.qkv_bias and not config.attn_bias}
+        for config in (ours, theirs)  # attn_bias has the biases of qkv_bias, too
+    ]
     problems = [
         Problem(f"{name}={pairs[0][name]}", f"{file.path} describes a model with {name}={pairs[1][name]}")
         for name in (*MODEL, "tie_word_embeddings")

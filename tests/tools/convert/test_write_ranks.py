@@ -7,6 +7,7 @@ import json
 import re
 import resource
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ from torch import Tensor
 
 pytest.importorskip("pretraining.extensions.huggingface")
 
+from main_training import CONFIGURATION
+from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.manifest import EMBEDDING, HEAD, open_checkpoint
 from pretraining.checkpoint.store import is_weight
 from pretraining.extensions.checkpoints import read_tensors
 from pretraining.tools.convert import write_ranks
 from pretraining.tools.convert.convert import main
+from pretraining.tools.convert.pickles import read_trainer_file
 from tests.selection import needs_transformers
 from tests.tools.convert.test_pickles import (
     CORE,
@@ -163,6 +167,10 @@ def test_nemo_s_gpt_comes_back(ranks: int, tmp_path: Path) -> None:
     changes |= {"position_embedding_type": "learned_absolute", "bias": True}
     changes |= {"normalization": "layernorm", "num_query_groups": 4, "activation": "gelu"}
     assert_round_trip(files, of_model("nemo", **changes, bias_activation_fusion=False), tmp_path / "nemo")
+    ours = saved_config(open_checkpoint(tmp_path / "nemo" / "ours" / "step_0").facts.config, CONFIGURATION)
+    file = read_trainer_file(str(tmp_path / "nemo" / "their.json"), {})
+    both, one = (write_ranks.rank_files(file, replace(ours, qkv_bias=is_set), "") for is_set in (True, False))
+    assert both.names == one.names  # of the same function
 
 
 @pytest.mark.parametrize("form", ["parts", "fused"])
