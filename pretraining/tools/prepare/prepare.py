@@ -306,7 +306,7 @@ def _claim(output: Path, plan: dict[str, Any]) -> None:
         _refuse_other(output, plan)
     if path.is_file() and (has_shards or path.read_text() == content):
         return
-    for left in (*output.glob("tokenizer.*"), *output.glob("*/part-*.arrow"), *output.glob("*/.part-*.tmp")):
+    for left in (*output.glob("tokenizer[._]*"), *output.glob("*/part-*.arrow"), *output.glob("*/.part-*.tmp")):
         left.unlink(missing_ok=True)
     for folder in (RECORDS, *SPLIT_FLAGS):
         (output / folder).mkdir(parents=True, exist_ok=True)

@@ -533,6 +533,11 @@ def test_prepared_chats_train_their_answers_alone(
         open_stream(configure({**chosen, "seq_length": "64"}))
     with pytest.raises(UserError, match="rows of whole examples have no place for --bos_token"):
         open_stream(configure({**chosen, "bos_token": 3}))
+    other = [flags[1], f"--output={tmp_path / 'documents'}", "--processes=1"]
+    assert prepare.main([flags[0], *other, "--sft", "--seq_length=4"]) == 2  # an example is longer
+    (tmp_path / "a.txt").write_text("one two three\n" * 100)
+    assert prepare.main([f"--input={tmp_path / 'a.txt'}", *other]) == 0
+    assert not (tmp_path / "documents" / "tokenizer_config.json").exists()  # whose template those chats had
 
 
 def test_the_exported_tokenizer_has_the_template_that_the_data_were_prepared_with(
