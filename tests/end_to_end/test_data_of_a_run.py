@@ -17,6 +17,7 @@ from pretraining.data import index, open_stream
 from pretraining.run.start import open_streams, stream_after
 from tests.data.corpora import write_flat
 from tests.end_to_end.small import FLAGS, continue_from, figures, reports, train
+from tests.selection import needs
 
 DOCUMENTS, TOKENS = 40, 101  # and a separator each: 40 x 102 / (16 x 32) = 7 whole steps of an epoch
 
@@ -58,6 +59,12 @@ def test_the_steps_of_num_epochs_are_known_before_anything_is_derived_and_a_star
     for hold in (4, 40):  # the rate would divide by the steps that are left to decay in, of which there are 0 or -36
         with pytest.raises(ConfigError, match=f"lr_hold_steps={hold} of num_steps=7, which are those of num_epochs=1"):
             run(corpus, num_epochs=1, log_dir=corpus / "wsd", lr_schedule="wsd", lr_warmup_steps=3, lr_hold_steps=hold)
+
+
+@needs("profiler")
+def test_a_trace_that_begins_after_the_steps_of_num_epochs_is_refused(corpus: Path) -> None:
+    with pytest.raises(ConfigError, match=r"profile_start_step=8 .*num_steps=7, which are those of num_epochs=1"):
+        run(corpus, num_epochs=1, use_profiler=True, profile_start_step=8)
 
 
 def test_an_earlier_checkpoint_than_expected_ends_with_the_data_or_is_refused(corpus: Path) -> None:

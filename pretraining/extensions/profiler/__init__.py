@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from pretraining.config.extension import Extension
-from pretraining.extensions.profiler.settings import CHECKS, ProfilerConfig
+from pretraining.extensions.profiler.settings import CHECKS, ProfilerConfig, check_first_step
 
 if TYPE_CHECKING:
     from pretraining.extensions.profiler.watch import Profiler
@@ -25,6 +25,7 @@ def watch(run: TrainingRun) -> Profiler | None:
 EXTENSION = Extension(
     configuration=ProfilerConfig,
     checks=CHECKS,
+    opened=check_first_step,
     watch=watch,
     switches={"use_profiler": ("profile_start_step", "profile_num_steps")},
 )

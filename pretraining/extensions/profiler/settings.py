@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pretraining.config.declaration import AtLeast, Needs, Resume
-from pretraining.config.errors import Problem
+from pretraining.config.errors import ConfigError, Problem
 from pretraining.config.support import NO_CUDA, Limit
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problem
@@ -43,6 +43,13 @@ def check_profile(config: ProfilerConfig) -> Iterator[Problem]:
     if config.use_profiler and last > config.num_steps:
         remedy = f"traces steps up to {last}, but num_steps={config.num_steps}; start earlier or trace fewer steps"
         yield problem(config, "profile_start_step", remedy)
+
+
+def check_first_step(config: ProfilerConfig, *_: object) -> None:
+    """Raise ConfigError if the run ends before the first traced step, because of num_epochs."""
+    if config.use_profiler and config.profile_start_step > config.num_steps:
+        steps = f"num_steps={config.num_steps}, which are those of num_epochs={config.num_epochs}"
+        raise ConfigError([problem(config, "profile_start_step", f"is above {steps}; start earlier")])
 
 
 CHECKS = (check_profile,)
