@@ -21,7 +21,11 @@ def set_clock(run: TrainingRun) -> None:
     if run.leads and (config.max_run_seconds or config.checkpoint_seconds):
         from pretraining.extensions.clock.reading import WallClock
 
-        run.interrupt.clock = WallClock(config, run.account)
+        def validations() -> int:
+            steps = range(run.step + 1, min(run.step + 3, config.num_steps) + 1)
+            return sum(any(watcher.waits_after(step) for watcher in run.watchers) for step in steps)
+
+        run.interrupt.clock = WallClock(config, run.account, validations)
 
 
 EXTENSION = Extension(configuration=ClockConfig, checks=CHECKS, inputs=(check_launch_time,), watch=set_clock)

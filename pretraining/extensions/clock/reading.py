@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Callable
 
 from pretraining.extensions.clock.settings import ClockConfig
 from pretraining.monitor.account import Account
@@ -23,14 +24,14 @@ def launch_time(began: float) -> float:
 class WallClock(Clock):
     """The time at which a run ends, and the seconds after which it saves."""
 
-    def __init__(self, config: ClockConfig, account: Account) -> None:
-        """account: that of this start, with which it began."""
+    def __init__(self, config: ClockConfig, account: Account, validations: Callable[[], int]) -> None:
+        """account: that of this start, with which it began. validations: how many follow this step and the next two."""
         self.reason = f"the time of --max_run_seconds={config.max_run_seconds} is up"
         self._ends_at = launch_time(account.began) + (config.max_run_seconds or math.inf)
         self._saves_every = config.checkpoint_seconds or math.inf  # from one save, of whatever reason, to the next
-        self._longest_save = 0.0
-        self._account = account
-        self._trained: float | None = None  # seconds in steps until the last reading
+        self._longest_save = self._longest_validation = 0.0
+        self._account, self._validations = account, validations
+        self._before: dict[str, float] | None = None  # the account at the last reading
         self._saves_at = time.monotonic() + self._saves_every
 
     def saved(self, seconds: float) -> None:
@@ -41,13 +42,15 @@ class WallClock(Clock):
     def read(self) -> tuple[bool, bool]:
         """See Clock. A save is asked for once in an interval.
 
-        The end leaves time for two steps, because processes agree one step later, and for the longest save so far.
+        The end leaves time for two steps, because processes agree one step later, for validations that follow them, and
+        for a save; both as long as the longest so far.
         """
-        now, spent = time.monotonic(), self._account.seconds()
-        trained = spent["train"] + spent["data_wait"]  # a validation or a save between two steps is no part of a step
-        step_time = 0.0 if self._trained is None else trained - self._trained
-        self._trained = trained
+        now, after = time.monotonic(), self._account.seconds()
+        before, self._before = self._before or after, after
+        step_time = sum(after[activity] - before[activity] for activity in ("train", "data_wait"))
+        self._longest_validation = max(self._longest_validation, after["validation"] - before["validation"])
+        left = 2 * step_time + self._validations() * self._longest_validation + self._longest_save
         saves = now >= self._saves_at
         if saves:
             self._saves_at = math.inf  # until the loop has saved
-        return now + 2 * step_time + self._longest_save >= self._ends_at, saves
+        return now + left >= self._ends_at, saves
