@@ -71,7 +71,8 @@ copy() {
     [[ -z $others ]] || echo "not copied, because git does not track it: ${others//$'\n'/, }" >&2
     gcloud compute tpus tpu-vm scp "$archive" "$1:checkout.tar.gz" --worker=all "${where[@]}"
     rm "$archive" "$archive.index"
-    on_every_host "$1" "mkdir -p $folder && tar -xzf checkout.tar.gz -C $folder"
+    # An extension whose folder was deleted here is deleted there, too
+    on_every_host "$1" "mkdir -p $folder && cd $folder && rm -rf pretraining scripts && tar -xzf ../checkout.tar.gz"
 }
 
 train() {

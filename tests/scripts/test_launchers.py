@@ -137,6 +137,16 @@ def test_a_slice_of_tpus_is_created_waited_for_filled_used_and_deleted(tmp_path:
     assert (there / "edited").read_text() == "after" and (there / "pretraining" / "new").exists()
     assert sorted(path.name for path in there.iterdir()) == ["edited", "pretraining", "scripts"]
     assert not (there / "scripts" / "ignored").exists()
+    kept, deleted = (tmp_path / "host" / "pretraining" / name for name in (".venv/file", "pretraining/old/file"))
+    for file in (kept, deleted):  # of an earlier copy
+        file.parent.mkdir(parents=True)
+        file.touch()
+    shutil.make_archive(str(tmp_path / "host" / "checkout"), "gztar", there)
+    command = next(word for words in calls for word in words if word.startswith("--command=") and "tar " in word)
+    subprocess.run(["bash", "-c", command.removeprefix("--command=")], cwd=tmp_path / "host", check=True)
+    assert (
+        kept.exists() and not deleted.exists() and (tmp_path / "host" / "pretraining" / "pretraining" / "new").exists()
+    )
     status = subprocess.run(["git", "-C", str(tmp_path), "diff", "--cached", "--quiet"], check=False)
     assert status.returncode == 0  # nothing is staged
     _, calls = call(tmp_path, script, "train", "slice", "--data_path=gs://b/t", "--run_name=a b", **variables)
