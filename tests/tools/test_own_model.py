@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.extensions.checkpoints import read_tensors
@@ -174,9 +174,12 @@ def test_blocks_that_differ_are_found_before_one_runs_for_all() -> None:
     for block, number in zip(blocks, (0, 0, 1), strict=True):
         vars(block.block)["_number"] = number
     assert [subject for subject, *_ in unlike_blocks(blocks, "h")] == ["h.2"]
-    for block, number in zip(blocks, (0, 1, 0), strict=True):
-        vars(block.block).update(_number=0, table=torch.arange(2000) == 1000 * number)  # which a repr abbreviates
-    assert [subject for subject, *_ in unlike_blocks(blocks, "h")] == ["h.1"]
+    containers: tuple[Callable[[Tensor], Any], ...] = (lambda x: x, lambda x: [(0, x)], lambda x: {"a": x.float()})
+    for contain in containers:
+        for block, number in zip(blocks, (0, 1, 0), strict=True):
+            table = torch.arange(2000) == 1000 + number  # which a repr abbreviates
+            vars(block.block).update(_number=0, table=contain(table))
+        assert [subject for subject, *_ in unlike_blocks(blocks, "h")] == ["h.1"]
 
 
 def outputs_of(folder: Path, code: str, processes: int = 1) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any, cast
 
 import torch
@@ -156,8 +157,15 @@ def describe_modules(root: nn.Module) -> dict[str, tuple[object, ...]]:
 
 
 def describe_value(value: object) -> str:
-    """Return an attribute in words; of a tensor all values, which its repr abbreviates."""
-    return repr(value.tolist() if isinstance(value, Tensor) and not value.is_meta else value)
+    """Return an attribute in words; of a tensor, also in a container, a hash of all values: its repr abbreviates."""
+    if isinstance(value, Tensor) and not value.is_meta:
+        bytes_of_values = value.detach().cpu().to_dense().contiguous().flatten().view(torch.uint8).numpy().data
+        return f"{value.dtype} {list(value.shape)} {sha256(bytes_of_values).hexdigest()}"
+    if isinstance(value, list | tuple):
+        return f"{type(value)} {[*map(describe_value, value)]}"
+    if isinstance(value, dict):
+        return f"{type(value)} {[(repr(key), describe_value(each)) for key, each in value.items()]}"
+    return repr(value)
 
 
 def own_names(description: OwnModel, state: TrainingState) -> TrainingState:
