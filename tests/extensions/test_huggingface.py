@@ -550,8 +550,9 @@ def test_an_absent_key_has_the_default_of_transformers_in_every_reader(family: s
 def test_a_key_of_another_family_is_not_read_as_in_transformers(family: str, tmp_path: Path) -> None:
     biases = {"llama": {"attention_bias", "mlp_bias"}, "qwen3": {"attention_bias"}, "gpt_neox": {"attention_bias"}}
     others = {"attention_bias": True, "mlp_bias": True, "rms_norm_eps": 0.5, "layer_norm_eps": 0.5, "rotary_pct": 0.5}
-    others |= {"hidden_dropout": 0.5, "rotary_emb_base": 5.0, "use_parallel_residual": True}
-    own = {"rms_norm_eps"} if family != "gpt_neox" else others.keys() - {"rms_norm_eps", "mlp_bias"}
+    others |= {"hidden_dropout": 0.5, "rotary_emb_base": 5.0, "use_parallel_residual": True, "num_key_value_heads": 2}
+    llamas = {"rms_norm_eps", "num_key_value_heads"}
+    own = llamas if family != "gpt_neox" else others.keys() - {*llamas, "mlp_bias"}
     others = {key: value for key, value in others.items() if key not in own | biases.get(family, set())}
     given = {"model_type": family, "hidden_size": 64, "num_attention_heads": 32}
     (tmp_path / "config.json").write_text(json.dumps({**given, **others}))
@@ -586,9 +587,13 @@ def test_a_gpt_neox_that_rotates_an_odd_number_of_channels_is_refused_in_both_di
     """transformers rotates one more, this model one less."""
     theirs = to_huggingface(open_checkpoint(saved(tmp_path / "even", **GPT_NEOX)), tmp_path / "hf")
     odd = 3.5 / 4  # channels of a head
-    describe(theirs, {"rotary_pct": odd})
-    with pytest.raises(UserError, match="rotates 3 channels, which are no pairs"):
-        open_any_checkpoint(theirs)
+    for changed, reason in (
+        ({"head_dim": 8}, "head_dim=8: only hidden_size / num_attention_heads = 4 is"),  # it would rotate a share of 8
+        ({"rotary_pct": odd}, "rotates 3 channels, which are no pairs"),
+    ):
+        describe(theirs, {"head_dim": None, **changed})
+        with pytest.raises(UserError, match=reason):
+            open_any_checkpoint(theirs)
     ours = open_checkpoint(saved(tmp_path / "odd", **{**GPT_NEOX, "rotary_percentage": odd}))
     with pytest.raises(UserError, match="gpt_neox has no rotary_percentage="):
         to_huggingface(ours, tmp_path / "other")

@@ -93,7 +93,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 OF_FAMILIES = {
     "attention_bias": ("llama", "qwen3", GPT_NEOX),
     "mlp_bias": ("llama",),
-    "rms_norm_eps": ("llama", "mistral", "qwen2", "qwen3"),
+    **dict.fromkeys(("rms_norm_eps", "num_key_value_heads"), ("llama", "mistral", "qwen2", "qwen3")),
     **dict.fromkeys(("layer_norm_eps", "hidden_dropout", "rotary_emb_base"), (GPT_NEOX,)),
     **dict.fromkeys(("rotary_pct", "use_parallel_residual"), (GPT_NEOX,)),
 }
@@ -142,13 +142,19 @@ class ModelDescription:
         for key, value in {**DEFAULTS[family], **config}.items():
             if value is not None:
                 self._read(key, value, family)
-        if family == GPT_NEOX and not self.problems and (width := self._rotated_channels()) % 2:
-            self._refuse("rotary_pct", self.fields[_PARTIAL_FIELD], f"rotates {width} channels, which are no pairs")
+        if family == GPT_NEOX and not self.problems:
+            self._check_heads()
 
-    def _rotated_channels(self) -> int:
-        """Return the channels of a head that GPT-NeoX rotates; 0 if the sizes are not there."""
+    def _check_heads(self) -> None:
+        """Refuse what GPT-NeoX rotates if that is no number of pairs, or a share of another width than its heads'."""
         hidden, heads = (self.fields.get(name) for name in ("hidden_size", "num_attention_heads"))
-        return int(hidden // heads * self.fields[_PARTIAL_FIELD]) if hidden and heads else 0
+        if not (hidden and heads):
+            return
+        width = hidden // heads
+        if (given := self.fields.get("head_dim", width)) != width:
+            self._refuse("head_dim", given, f"only hidden_size / num_attention_heads = {width} is supported")
+        elif (rotated := int(width * self.fields[_PARTIAL_FIELD])) % 2:
+            self._refuse("rotary_pct", self.fields[_PARTIAL_FIELD], f"rotates {rotated} channels, which are no pairs")
 
     def _read(self, key: str, value: Any, family: str) -> None:
         if key == "sliding_window" and family != "mistral":
