@@ -18,7 +18,7 @@ from pretraining.config.grammar import comma_separated
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import Check
 from pretraining.tools.importing.conversions import Conversion, unsupported_value
-from pretraining.tools.importing.foreign import MISSING, ForeignConfig
+from pretraining.tools.importing.foreign import MISSING, ForeignConfig, is_integer
 from pretraining.tools.importing.formats import open_foreign
 from pretraining.tools.importing.mappings import KeyMapping, TrainerFormat
 from pretraining.tools.importing.model_file import model_flags
@@ -98,7 +98,7 @@ def import_foreign(
     merged, origins = _merge([*keys, *defaults], foreign)
     _override([*keys, *defaults], flags)
     below, below_origins, problems, notes = model_flags({**merged, **flags})
-    replaced = [name for name in below_origins if name in merged and name not in flags and below[name] != merged[name]]
+    replaced = [name for name in _replaced(below, merged) if name in below_origins and name not in flags]
     notes += [Problem(origins[name], f"replaces {below_origins[name]}") for name in replaced]
     given = {name: value for name, value in flags.items() if name not in ORIGIN}
     idle = {other for pair in ALTERNATIVES for other in pair if set(pair) & given.keys() and other not in given}
@@ -216,6 +216,15 @@ def _merge(reports: list[KeyReport], foreign: ForeignConfig) -> tuple[dict[str, 
             merged[name] = report.values[name]
             setters.setdefault(name, []).append(report)
     return merged, {name: _origin(setting, foreign) for name, setting in setters.items()}
+
+
+def _replaced(below: Mapping[str, Any], merged: Mapping[str, Any]) -> list[str]:
+    """Return the fields whose value of config.json, in `below`, is another one in `merged`."""
+    values = {**below, **merged}
+    if values.get("head_dim", 0) is None:  # which then follows from these
+        hidden, heads = (values.get(name) for name in ("hidden_size", "num_attention_heads"))
+        values["head_dim"] = hidden // heads if is_integer(hidden) and is_integer(heads) and heads else None
+    return [name for name in below if name in merged and below[name] != values[name]]
 
 
 def _origin(reports: list[KeyReport], foreign: ForeignConfig) -> str:

@@ -418,9 +418,13 @@ def test_an_nxdt_file_takes_the_dimensions_it_leaves_out_from_its_model_config(t
     assert replaced == {"num_hidden_layers=3", "max_position_embeddings=64", "rms_norm_eps=1e-06"}
     put(node, "model.model_config", "/elsewhere/model.json")
     assert config(node, tmp_path, model_config_path=path) == own
-    headed = write(tmp_path, {**LLAMA, "head_dim": 8}, "headed.json")  # which NxD Training does not read
-    wide = config(put(deepcopy(node), "model.hidden_size", 64), tmp_path, model_config_path=headed)
-    assert (wide.hidden_size, model_shape(wide).head_dim) == (64, 16)
+    sized = put(deepcopy(node), "model.hidden_size", 64)
+    for width in (8, 16):  # which NxD Training does not read
+        headed = write(tmp_path, {**LLAMA, "head_dim": width}, "headed.json")
+        wide = config(sized, tmp_path, model_config_path=headed)
+        assert (wide.hidden_size, model_shape(wide).head_dim) == (64, 16)
+        warnings = resolved(sized, tmp_path, model_config_path=headed).warnings
+        assert any("replaces head_dim=" in notice.remedy for notice in warnings) == (width != 16)
     llama3 = model_shape(config(node, tmp_path, model_variant="llama3_8b", num_kv_heads="2"))
     assert (llama3.num_layers, llama3.intermediate_size) == (2, 14336)
 
