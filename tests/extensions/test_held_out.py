@@ -16,7 +16,7 @@ from pretraining.config.errors import ConfigError, UserError
 from pretraining.data import open_stream
 from pretraining.data.opening import check_data
 from pretraining.extensions.held_out.figures import evaluation_line
-from pretraining.extensions.held_out.watch import unread_datasets
+from pretraining.extensions.held_out.watch import other_separator, unread_datasets
 from pretraining.extensions.shared_shards import check_shared_shards
 from pretraining.parallel.engine import StepResult
 from pretraining.storage import location
@@ -49,6 +49,19 @@ def test_a_dataset_of_which_a_validation_reads_nothing_is_named(tmp_path: Path) 
     assert re.fullmatch(r"note: val_loss leaves out notes, .*; give it more tokens.*", note)
     stream = open_stream(settings(tmp_path / "data", **fields, valid_datasets="web"), split="valid")
     assert unread_datasets(stream, "val", 1) == ""
+
+
+def test_held_out_documents_with_another_separator_than_those_of_training_are_noted(tmp_path: Path) -> None:
+    for name in ("train", "valid"):
+        write_lists(tmp_path / name / "a", numbered([5] * 40))
+    (tmp_path / "train" / "meta.json").write_text('{"separator": 7}')
+    for token, note in (
+        (None, r"note: .* valid data is 1 \(the default, --sep_token .*\), .* 7 \(meta.json\)"),
+        (7, ""),
+    ):
+        config = settings(tmp_path / "train", valid_data_path=str(tmp_path / "valid"), sep_token=token)
+        train_stream, held_out = (open_stream(config, split=split) for split in ("train", "valid"))
+        assert re.fullmatch(note, other_separator(train_stream, held_out, "valid"))
 
 
 @pytest.mark.slow

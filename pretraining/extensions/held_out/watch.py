@@ -33,6 +33,8 @@ class Validation(Watcher):
                 run.streams[part], name, config.val_steps if name == "val" else config.test_steps
             ):
                 run.print(note)
+            if note := other_separator(run.streams["train"], run.streams[part], part):
+                run.print(note)
             with run.heartbeat(f"{run.first} the first batch of {part} data"):
                 run.trainee.evaluate(run.streams[part].batch(0)).read()
 
@@ -96,6 +98,15 @@ def batches_of(stream: Stream, steps: int) -> int:
     if stream.steps is None:
         return max(steps, 1)
     return stream.steps if steps == -1 else min(steps, stream.steps)
+
+
+def other_separator(train: Stream, held_out: Stream, part: str) -> str:
+    """Return a note if the documents of a part have another separator than those of training; "" if not."""
+    known = [stream.facts["special"] for stream in (held_out, train) if "special" in stream.facts]
+    if len({special.eos for special in known}) < 2:
+        return ""
+    own, theirs = (f"{'none' if special.eos is None else special.eos} ({special.origin})" for special in known)
+    return f"note: the separator of {part} data is {own}, that of training {theirs}"
 
 
 def unread_datasets(stream: Stream, name: str, steps: int) -> str:
