@@ -23,7 +23,7 @@ def per_row(vector: Tensor, x: Tensor) -> Tensor:
 
 def _rms_norm(norm: RMSNorm, x: Tensor) -> Tensor:
     normed = norm.normed(x)
-    return normed * per_row(norm.weight.to(normed.dtype), x)
+    return (normed.float() * per_row(norm.weight.float(), x)).to(normed.dtype)
 
 
 def _layer_norm(norm: LayerNorm, x: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def _layer_norm(norm: LayerNorm, x: Tensor) -> Tensor:
 
 def _linear(projection: Linear, x: Tensor, noise: DropoutNoise | None = None) -> Tensor:
     y = projection.product(x, noise)
-    return y if projection.bias is None else y + per_row(projection.bias.to(y.dtype), y)
+    return y if projection.bias is None else (y.float() + per_row(projection.bias.float(), y)).to(y.dtype)
 
 
 FORWARDS: dict[type[nn.Module], Callable[..., Tensor]] = {RMSNorm: _rms_norm, LayerNorm: _layer_norm, Linear: _linear}
