@@ -2,12 +2,15 @@
 
     python -m tests.parallel.random_cases xla|torch DEVICES NUMBER [SEED]
 
-Draws options of the model, the optimizer and the batch, and a mesh, until NUMBER valid configurations are found; some
-runs are also saved and resumed in their middle. Prints the largest relative difference of the losses and of the
-gradient norms of each, and of those above 1e-4 the configuration.
+Draws options of the model, the optimizer and the batch, and a mesh with stages, pieces and schedules, until NUMBER
+valid configurations are found; some runs are also saved and resumed in their middle. On the XLA engine, some have
+splash attention, interpreted. Prints the largest relative difference of the losses and of the gradient norms of each,
+and of those above 1e-4 the configuration.
 
-AdamW's eps is matrix.py's, for its reason, and no activation has a kink: of 24 runs with relu, rounding put an input of
-one on the other side of 0, and that was 9e-6 of the first gradient's norm and 4e-3 of the fifth's.
+AdamW's eps is 1e-3. With 1e-8 an update depends on little more than the signs of the gradient, and an element near 0
+has its sign by rounding: sums in another order, which differ by 4e-7 in the first norm, differed by 4e-5 after four
+steps. No activation has a kink: of 24 runs with relu, rounding put an input of one on the other side of 0, and that was
+9e-6 of the first gradient's norm and 4e-3 of the fifth's.
 """
 
 from __future__ import annotations
@@ -18,10 +21,18 @@ import sys
 import tempfile
 from typing import Any
 
-from tests.parallel.launch import ALONE
-from tests.parallel.matrix import STEPS, Fields, can_run, difference, losses_of
+import numpy as np
 
+from main_training import configure
+from pretraining.config.errors import ConfigError
+from pretraining.parallel.layout import uneven_shards
+from pretraining.parallel.mesh import resolve_batch, resolve_mesh
+from tests.parallel.launch import ALONE, HAS_SPLASH, run_on_torch, run_on_xla
+from tests.parallel.toy import TOY
+
+Fields = dict[str, Any]
 LARGE = 1e-4
+EPS = 1e-3
 USUAL = 0.6  # share of options that keep their default
 SWITCHES = (
     *("norm_bias", "qk_norm", "attn_bias", "qkv_bias", "mlp_bias", "parallel_residual", "shared_norm"),
@@ -30,7 +41,7 @@ SWITCHES = (
 OPTIONS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(SWITCHES, (True,)),
     **dict.fromkeys(("hidden_dropout", "attention_dropout", "ffn_dropout"), (0.1,)),
-    "num_layers": (1, 2, 3, 5),
+    "num_layers": (1, 2, 3, 5, 6, 8),
     "num_attention_heads": (4, 6),
     "num_kv_heads": (1, 2, 8),
     "head_dim": (8, 20),
@@ -67,15 +78,38 @@ PLACEMENT: dict[str, tuple[Any, ...]] = {
     "context_parallel_size": (2, 4),
     "kv_replication": (1, 2),
     "pipeline_parallel_size": (2, 4),
-    "virtual_pipeline_size": (2,),
-    "pipeline_schedule": ("GPipe",),
     "low_cpu_fsdp": (False,),
     "selective_checkpointing": ("2", "1/3"),
     "checkpoint_granularity": ("selective",),
     "checkpoint_modules": ("mlp,norm", "core_attention"),
     "checkpoint_num_layers": (2,),
     "batch_size": (1, 2, 4),
+    **({"attention_impl": ("splash",)} if HAS_SPLASH else {}),
 }
+OF_STAGES: dict[str, tuple[Any, ...]] = {"virtual_pipeline_size": (2,), "pipeline_schedule": ("GPipe",)}
+
+
+def can_run(engine: str, devices: int, fields: Fields) -> bool:
+    """Return whether the configuration is valid on this many devices."""
+    try:
+        config = configure({**TOY, **fields, "engine": engine}, report=False)
+        mesh = resolve_mesh(config, devices, devices)
+        resolve_batch(config, mesh.data_ranks)
+    except ConfigError:
+        return False
+    return engine == "xla" or not list(uneven_shards(config, mesh))
+
+
+def losses_of(engine: str, devices: int, cases: dict[str, Fields]) -> dict[str, Any]:
+    """Train the cases; ALONE devices: one, without a process group."""
+    if engine == "torch":
+        return run_on_torch(devices, cases)
+    return run_on_xla(devices, {name: {**fields, "evaluates": False} for name, fields in cases.items()})[0]
+
+
+def difference(found: list[float], expected: list[float]) -> float:
+    """Return the largest relative difference of two lists; NaN if one has it."""
+    return float(np.max([abs(one / other - 1) for one, other in zip(found, expected, strict=True)]))
 
 
 def draw(generator: random.Random, options: dict[str, tuple[Any, ...]]) -> Fields:
@@ -89,9 +123,10 @@ def draw_cases(engine: str, devices: int, number: int, seed: int) -> dict[str, t
     generator = random.Random(seed)
     while len(found) < number:
         options, placement = draw(generator, OPTIONS), draw(generator, PLACEMENT)
+        placement |= draw(generator, OF_STAGES) if "pipeline_parallel_size" in placement else {}
         batch = {"batch_size": placement.get("batch_size", 1)}
         if options.get("optimizer", "adamw") == "adamw":
-            options["optimizer_eps"] = STEPS["optimizer_eps"]
+            options["optimizer_eps"] = EPS
         if can_run("torch", 1, options) and can_run(engine, devices, {**options, **placement, **batch}):
             found[str(len(found))] = (options, {**placement, **batch})
     return found
