@@ -54,6 +54,8 @@ WINDOWED: Fields = {"sliding_window": 20, "position_embedding_type": "learned_ab
 # Frozen projections have no gradient, and with it no marker in the backward pass
 ADAPTERS: Fields = {"lora_rank": 4, "lora_target_modules": "q_proj,up_proj", "lora_init": "gaussian"}
 ADAPTERS |= {"learning_rate": 3e-2}
+# Of the model, by the first words of their cases' names
+FORMS = {"options": OPTIONS, "window and positions": WINDOWED, "adapters": ADAPTERS}
 TENSOR: Fields = {"tensor_parallel_size": 2, "batch_size": 4}
 STAGES: Fields = {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 4, "batch_size": 1}
 UNEVEN: Fields = {**STAGES, "pipeline_cuts": "2", "gradient_accumulation_steps": 2, "batch_size": 2}
@@ -101,7 +103,6 @@ CASES: dict[int, dict[str, Fields]] = {
         "tensor and sequence": {**FSDP, **SEQUENCE, **A_THIRD, "batch_size": 8},
         "fsdp x tensor, padded": {**FSDP, **TENSOR, "make_vocab_size_divisible_by": 384},
         "hsdp x tensor": {**HSDP_2, **TENSOR},
-        "window and positions, plain": {**DDP, **WINDOWED},
         "window and positions, context x tensor": {**FSDP, **TENSOR, **WINDOWED, **CONTEXT, "batch_size": 8},
         "context 2": {**FSDP, **CONTEXT, "batch_size": 4},
         "context 4": {"sharding_strategy": "ddp", "context_parallel_size": 4, "batch_size": 8},
@@ -109,10 +110,8 @@ CASES: dict[int, dict[str, Fields]] = {
         # An average of a weight is sharded, where the weight is not
         "accumulated": {**ZERO1, **TENSOR, "ema_decay": 0.9, "batch_size": 1, "gradient_accumulation_steps": 4},
         "built first": {**FSDP, "low_cpu_fsdp": False},
-        "options, plain": {**ZERO1, **OPTIONS},
         "options, fsdp x tensor": {**FSDP, **TENSOR, **OPTIONS, **A_THIRD},
         "options, uneven stages": {**HSDP_2, **UNEVEN, **OPTIONS, **A_THIRD},
-        "adapters, plain": {**DDP, **ADAPTERS},
         "adapters, tensor 8": {**DDP, "tensor_parallel_size": 8, "batch_size": 16, **ADAPTERS, **A_THIRD},
         "4 stages, all": {**FSDP, **STAGES, "pipeline_parallel_size": 4, "batch_size": 2, **ALL_BLOCKS},
         "2 stages of 2 pieces x tensor x context": {**FSDP, **TENSOR, **PIECES, **CONTEXT, "batch_size": 4},
@@ -131,13 +130,13 @@ CASES[8] = chosen(
         "tensor 8, fewer key/value heads",
         "fsdp x context x tensor",
         "2 stages of 2 pieces x tensor x context",
-        "options, plain",
         "options, uneven stages",
         "poisoned",
     ),
 )
 # Evaluated with --all only: their layouts and options are those of other cases that are
-UNEVALUATED = () if runs_all() else ("zero2", "tensor 8, fewer key/value heads", "options, uneven stages")
+UNEVALUATED: tuple[str, ...] = ("zero2", "tensor and sequence", "tensor 8, fewer key/value heads")
+UNEVALUATED = () if runs_all() else (*UNEVALUATED, "options, uneven stages", "poisoned")
 CASES[8] |= {case: {**CASES[8][case], "evaluates": False} for case in UNEVALUATED}
 DUMPED = "tensor and sequence"
 
@@ -177,31 +176,25 @@ def reference() -> dict[str, Any]:
     return plain
 
 
-APART = ("adapters", "poisoned", "options", "window and positions")  # cases that are another computation
-EXACT = [(devices, case) for devices in CASES for case in CASES[devices] if case.split(",")[0] not in APART]
-WITH_OPTIONS = ("options, fsdp x tensor", "options, uneven stages", "window and positions, context x tensor")
+SAME = [(devices, case, case.split(",")[0]) for devices, cases in CASES.items() for case in cases if case != "poisoned"]
 
 
-@pytest.mark.parametrize(
-    ("devices", "case", "plain"),
-    [
-        *((devices, case, "ddp, none") for devices, case in EXACT),
-        *((8, case, f"{case.partition(',')[0]}, plain") for case in (*WITH_OPTIONS, "adapters, tensor 8")),
-    ],
-)
-def test_losses_and_gradient_norms_are_those_of_plain_data_parallelism(devices: int, case: str, plain: str) -> None:
-    got, alone = outcome(devices)[0][case], outcome(8)[0][plain]
+@pytest.mark.parametrize(("devices", "case", "form"), SAME)
+def test_losses_and_gradient_norms_are_those_of_plain_data_parallelism(devices: int, case: str, form: str) -> None:
+    """Of the Llama on this engine, and of a model with options on one process of the other one."""
+    got, alone = outcome(devices)[0][case], one_process()[form] if form in FORMS else reference()
     # Norms of the models with options reach 3, and are summed in another order
-    assert_same(got, alone, relative=None if plain == "ddp, none" else 2e-5)
-    assert alone["loss"][-1] < alone["loss"][0] - (0.3 if plain == "ddp, none" else 0.0)
+    assert_same(got, alone, relative=2e-5 if form in FORMS else None)
+    assert alone["loss"][-1] < alone["loss"][0] - (0.0 if form in FORMS else 0.3)
 
 
 @functools.cache
 def one_process() -> dict[str, Any]:
     """Cases on the torch engine."""
     padded = {**instruction_cases()["padded"], "batch_size": 8}
-    cases = {"ddp": {**DDP, "batch_size": 4}, "ramp": {**RAMP, "batch_size": 2}}
-    return run_on_torch(ALONE, {**cases, "instructions, padded": padded, "poisoned": {**POISONED, "batch_size": 4}})
+    forms = {"ddp": DDP, "poisoned": POISONED, **FORMS}
+    cases = {**{form: {**fields, "batch_size": 4} for form, fields in forms.items()}, "ramp": {**RAMP, "batch_size": 2}}
+    return run_on_torch(ALONE, {**cases, "instructions, padded": padded})
 
 
 def test_both_engines_give_the_same_losses_and_gradient_norms() -> None:
@@ -297,5 +290,4 @@ def test_training_continues_after_a_skipped_update_and_not_after_one_too_many() 
     """As on the torch engine, where updates are counted: tests/parallel/test_torch.py."""
     alone, got = one_process()["poisoned"], outcome(8)[0]["poisoned"]
     assert got["refused"] == alone["refused"]
-    for figure in ("loss", "evaluation"):
-        assert got[figure] == pytest.approx(alone[figure], abs=1e-5, nan_ok=True)
+    assert got["loss"] == pytest.approx(alone["loss"], abs=1e-5, nan_ok=True)

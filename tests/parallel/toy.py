@@ -39,8 +39,8 @@ DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "ffn
 LORA: dict[str, Any] = {"lora_rank": 4, "lora_target_modules": ".*_proj", "lora_init": "gaussian"}
 LORA |= {"lora_bias": "all", "lora_modules_to_save": "norm", "learning_rate": 1e-2}
 ADAPTERS: dict[str, Any] = {**LORA, "lora_dropout": 0.1, "attn_bias": True, "mlp_bias": True}
-# The second of five updates is skipped, the third is applied, the fourth is one too many, and the fifth is healthy
-POISONED: dict[str, Any] = {"poison_steps": [1, 3], "max_skipped_steps": 1}
+# The second of six updates is skipped, the third is applied, the fourth is one too many, and the others are healthy
+POISONED: dict[str, Any] = {"poison_steps": [1, 3], "max_skipped_steps": 1, "num_steps": 6}
 # Four global batches of 8 sequences, then 16; saved among the first ones
 RAMP: dict[str, Any] = {"rampup_batch_size": "8,8,32", "batch_size": 1, "num_steps": 6, "sharding_strategy": "fsdp"}
 
