@@ -59,8 +59,10 @@ def test_the_flags_of_the_script_train_as_the_configuration_does(
 ) -> None:
     flags = {**page["tiny"], "use_dummy_dataset": True, "checkpoint_interval": 8, "log_dir": tmp_path}
     assert main_training.main(**{name: str(value) for name, value in flags.items()}) == 0
+    before = (tmp_path / FILE_NAME).read_text()
     again = train(flags)  # complete: nothing is trained, the figures are there
     assert again.losses == page["counters"].losses
+    assert (tmp_path / FILE_NAME).read_text() == before
     fewer = train({**flags, "num_steps": 2, "test_steps": 1})  # than the checkpoint has, which is what is tested
     assert [record["step"] for record in fewer.records if "test_loss" in record] == [8]
     assert "complete: 8 steps" in capsys.readouterr().out.splitlines()[-5]
