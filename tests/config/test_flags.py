@@ -94,6 +94,7 @@ def test_the_rank_that_torch_distributed_launch_passes_is_that_of_its_variable(m
 
 
 @needs("trackers")
+@settings(max_examples=30)  # of 50 ms: every one is parsed by fire and checked as a run
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\0")).filter(lambda text: not path_fault(text, True)))
 def test_any_text_that_is_no_wrong_path_reaches_the_field_unchanged(text: str) -> None:
     assert parse(DUMMY, f"--tracker_project_name={text}").tracker_project_name == text
