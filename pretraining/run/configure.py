@@ -48,7 +48,7 @@ def configure(
     for resolve in (extension.resolve for extension in extensions if extension.resolve):
         more = resolve(inputs.values, configuration, checks, report)
         inputs = FileFlags(more.values, {**inputs.origins, **more.origins}, [*inputs.problems, *more.problems])
-    config, wrong = read_values(inputs.values, checks, configuration)
+    config, wrong = read_values(inputs.values, checks, configuration, missing_matters=not inputs.problems)
     if problems := [*inputs.problems, *(with_origin(problem, inputs.origins) for problem in wrong)]:
         raise ConfigError(problems)
     if report and config.trains and first_rank():

@@ -14,6 +14,7 @@ import sentencepiece
 import torch
 from safetensors.torch import load_file, save_file
 
+from main_training import configure
 from pretraining.checkpoint.checkpoints import Checkpoints
 from pretraining.checkpoint.files import UnreadableError
 from pretraining.checkpoint.manifest import open_checkpoint
@@ -602,7 +603,7 @@ def test_a_gpt_neox_that_rotates_an_odd_number_of_channels_is_refused_in_both_di
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gemma"}, "model_type=gemma: .*llama, mistral, qwen2, qwen3"),
+        ({"model_type": "gpt2", "vocab_size": None}, "model_type=gpt2: supported are llama, mistral, qwen2, [^;]*$"),
         ({"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window=True: "),
         # Scales of weights are tensors of their own, without which the weights are others: strict_load=False trained so
         ({"quantization_config": {"quant_method": "fp8"}}, r"quantization_config=.*load it with .*dequantize\(\)"),
@@ -623,9 +624,13 @@ def test_a_gpt_neox_that_rotates_an_odd_number_of_channels_is_refused_in_both_di
     ],
 )
 def test_a_model_that_cannot_be_this_one_is_refused(exported: Path, change: dict[str, Any], message: str) -> None:
+    """A training is not asked for the dimensions of a model that is refused."""
     describe(exported, change)
     with pytest.raises(UserError, match=message):
         open_any_checkpoint(exported)
+    with pytest.raises(ConfigError) as refused:
+        configure({"ckpt_load_path": str(exported), "use_dummy_dataset": True}, report=False)
+    assert ("--model_variant=custom" in str(refused.value)) == (message == "vocab_size is missing")
 
 
 @pytest.mark.parametrize(

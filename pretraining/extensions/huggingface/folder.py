@@ -174,8 +174,9 @@ def model_fields(path: Location) -> dict[str, Any]:
     config = read_json(path)
     model = ModelDescription(config)
     problems = [f"{problem.subject}: {problem.remedy}" for problem in model.problems]
-    required = (key for key, field in DIMENSIONS.items() if field in REQUIRED_OF_CUSTOM)
-    problems += [f"{key} is missing" for key in required if config.get(key) is None]
+    if model.origins:  # of a family that is refused, nothing was read
+        required = (key for key, field in DIMENSIONS.items() if field in REQUIRED_OF_CUSTOM)
+        problems += [f"{key} is missing" for key in required if config.get(key) is None]
     if problems:
         raise UserError(f"{path}: {'; '.join(problems)}")
     return model.fields
