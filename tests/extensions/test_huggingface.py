@@ -673,6 +673,11 @@ def test_a_wrong_index_is_refused(index: dict[str, Any], message: str, exported:
 
 
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
+FUSED = {  # of a Llama, which is not in the order of GPT-NeoX's heads
+    f"model.layers.{layer}.self_attn.{name}_proj.weight": torch.ones(48, 16) if name == "qkv" else None
+    for name in ("q", "k", "v", "qkv")
+    for layer in range(2)
+}
 
 
 @pytest.mark.parametrize(
@@ -687,6 +692,7 @@ EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
         ({}, {"hidden_size": 32}, "has shape [16], the model needs [32]"),
         ({}, {"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight, "),
         ({}, {"num_key_value_heads": 4}, "the model needs [16, 16]"),
+        (FUSED, {"num_key_value_heads": 4}, "layers.1.self_attn.qkv_proj.weight: this model has no such tensor"),
     ],
 )
 @pytest.mark.parametrize("pickled", [False, True])

@@ -58,7 +58,8 @@ def open_huggingface(path: Location) -> Checkpoint:
         if missing := sorted(names - found[file].keys()):
             raise UnreadableError(f"{path / INDEX}: {file} does not contain {missing[0]}")
         tensors |= {name: found[file][name] for name in names}
-    tensors = our_entries(tensors, fields.get("num_attention_heads", 1))
+    if fields.get("norm_type") == "layernorm":
+        tensors = our_entries(tensors, fields["num_attention_heads"])
     if fields.pop("tie_word_embeddings", False) and EMBEDDING in tensors:
         if HEAD in tensors and not _are_equal(path, tensors[HEAD], tensors[EMBEDDING]):
             remedy = "set it to false, which is what transformers 5 does, or remove the head"

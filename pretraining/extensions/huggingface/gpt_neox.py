@@ -34,7 +34,7 @@ def our_name(name: str) -> str:
 
 
 def our_entries(entries: Mapping[str, Entry], heads: int) -> dict[str, Entry]:
-    """Return entries of GPTNeoXForCausalLM under our names; those of other models are returned as they are."""
+    """Return entries of GPTNeoXForCausalLM under our names."""
     renamed: dict[str, Entry] = {}
     for theirs, entry in entries.items():
         name = our_name(theirs)

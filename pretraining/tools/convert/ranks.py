@@ -178,11 +178,9 @@ def key_by_value(shape: ModelShape) -> Placement:
 
 
 def huggingface(config: TrainConfig) -> tuple[TensorRule, ...]:
-    """Names of transformers, GPT-NeoX's after gpt_neox.our_name."""
-    return (
-        TensorRule(r"self_attn\.qkv_proj\.(\w+)", QKV, by_head(model_shape(config))),
-        TensorRule(r"(.*)", (r"\1",), REPLICATED),
-    )
+    """Names of transformers, GPT-NeoX's after gpt_neox.our_name, which alone has the order of heads."""
+    fused = TensorRule(r"self_attn\.qkv_proj\.(\w+)", QKV, by_head(model_shape(config)))
+    return (*([fused] if config.norm_type == "layernorm" else []), TensorRule(r"(.*)", (r"\1",), REPLICATED))
 
 
 def neox(config: TrainConfig, queries: Callable[[ModelShape], Placement] = by_head) -> tuple[TensorRule, ...]:
