@@ -605,6 +605,7 @@ def test_a_gpt_neox_that_rotates_an_odd_number_of_channels_is_refused_in_both_di
     [
         ({"model_type": "gpt2", "vocab_size": None}, "model_type=gpt2: supported are llama, mistral, qwen2, [^;]*$"),
         ({"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window=True: "),
+        ({"is_causal": False}, "is_causal=False: only True"),  # transformers 5 attends to what follows, too
         # Scales of weights are tensors of their own, without which the weights are others: strict_load=False trained so
         ({"quantization_config": {"quant_method": "fp8"}}, r"quantization_config=.*load it with .*dequantize\(\)"),
         ({"hidden_act": "gelu_new"}, "hidden_act=gelu_new: .*silu, gelu, .*relu"),

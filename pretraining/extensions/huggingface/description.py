@@ -98,7 +98,7 @@ OF_FAMILIES = {
     **dict.fromkeys(("rotary_pct", "use_parallel_residual"), (GPT_NEOX,)),
 }
 # Values of keys that stand for the only thing that this model does; any other value is refused.
-FIXED = {"use_sliding_window": False, "pretraining_tp": 1}
+FIXED = {"use_sliding_window": False, "pretraining_tp": 1, "is_causal": True}
 # Keys that say nothing of the model's shape or function.
 OTHER = (
     "architectures",
