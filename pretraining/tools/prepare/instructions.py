@@ -187,6 +187,9 @@ def _messages(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         objects = value if isinstance(value, list) else []
         if not objects or not all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in objects):
             raise UserError(f"{name} is not a list of objects with role and content")
+        for number, each in enumerate(objects):
+            if each["content"] is None and not any(value for key, value in each.items() if key != "role"):
+                raise UserError(f"message {number} of {name}, {each['role']}'s, has neither content nor tool_calls")
         chat += objects
     return chat
 

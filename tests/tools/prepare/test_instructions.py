@@ -55,6 +55,7 @@ CHAT = [
     {"role": "user", "content": "And <b>?"},
     {"role": "assistant", "content": " A tag. "},
 ]
+EMPTY: dict[str, Any] = {"role": "assistant", "content": None}
 
 
 PLAIN = InstructionOptions(None, False, LENGTH, True, "refuse", 1)
@@ -261,6 +262,14 @@ def test_a_chat_has_the_tokens_of_a_prompt_where_a_model_adds_a_space_to_a_text(
         ({"prompt": CHAT, "completion": []}, "completion is not a list of objects"),
         ({"messages": "x"}, "not a list of objects with role and content"),
         ({"messages": [{"role": "user"}]}, "not a list of objects with role and content"),
+        (
+            {"messages": [*CHAT, {**EMPTY, "tool_calls": []}]},
+            "of messages, assistant's, has neither content nor tool_c",
+        ),
+        (
+            {"prompt": CHAT, "completion": [EMPTY]},
+            "message 0 of completion, assistant's, has neither content nor tool_c",
+        ),
         ({"messages": CHAT, "tools": "f()"}, "tools is not a list of objects"),
         ({"messages": CHAT, "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs is not followed"),
     ],
