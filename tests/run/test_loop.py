@@ -68,7 +68,9 @@ def test_a_run_stops_once_more_updates_are_refused_than_allowed(
 def test_where_one_process_traces_all_stop_after_the_same_step(tmp_path: Path) -> None:
     trace = {"use_profiler": True, "profile_start_step": 2, "profile_num_steps": 2, "report_interval": 6}
     flags = {**DIVERGING, **trace, "use_torch_compile": False, "log_dir": tmp_path}
-    assert [code for code, _ in run_together("main_training.py", *words(flags))] == [3, 3]
+    (first, output), (second, _) = run_together("main_training.py", *words(flags))
+    assert (first, second) == (3, 3)
+    assert "no trace written: the run ended within steps 2 to 3; set a later --profile_start_step" in output
 
 
 class Stop(Watcher):

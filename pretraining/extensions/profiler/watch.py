@@ -24,7 +24,7 @@ class Profiler(Watcher):
         self._is_traced = run.start_step < self._first
         self._traces = self._is_traced and not (config.profiler_rank0_only and run.engine.process_index)
         self._folder = config.run_folder / "profile"
-        self._stop: Callable[[], None] = lambda: None  # the trace that has begun
+        self._stop: Callable[[], None] | None = None  # ends the trace that has begun
 
     def before_step(self, step: int) -> None:
         """Begin the trace."""
@@ -39,11 +39,18 @@ class Profiler(Watcher):
 
     def after_step(self, step: int) -> None:
         """End the trace."""
-        if self._traces and step == self._last:
+        if self._stop and step == self._last:
             self._stop()
+            self._stop = None
             if self._config.memory_profiling:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 path = self._folder / f"memory_{self._run.engine.process_index}.pickle"
                 torch.cuda.memory._dump_snapshot(str(path))  # for pytorch.org/memory_viz
                 torch.cuda.memory._record_memory_history(enabled=None)
             self._run.print(f"trace written to {self._folder}")
+
+    def close(self) -> None:
+        """Say that a trace which has begun is not written."""
+        if self._stop:
+            steps = f"steps {self._first} to {self._last}"
+            self._run.print(f"no trace written: the run ended within {steps}; set a later --profile_start_step")
