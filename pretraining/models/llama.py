@@ -103,9 +103,9 @@ class Linear(nn.Linear, Module):
         """Return what a subclass adds to the product of the weight; None: nothing."""
         return None
 
-    def add_bias(self, y: Tensor) -> Tensor:
-        """Add the bias to a product, if there is one; in fp32, as in RMSNorm."""
-        return y if self.bias is None else (y.float() + self.bias.float()).to(y.dtype)
+    def add_bias(self, y: Tensor, arranged: Callable[[Tensor], Tensor] = lambda vector: vector) -> Tensor:
+        """Add the bias to a product, if there is one; in fp32, as in RMSNorm. arranged: returns it as y has it."""
+        return y if self.bias is None else (y.float() + arranged(self.bias.float())).to(y.dtype)
 
 
 class RMSNorm(Module):
@@ -116,10 +116,10 @@ class RMSNorm(Module):
         self.weight = nn.Parameter(torch.empty(width))
         self.eps, self.factor, self.result = eps, 1.0, result  # dtype of the result, None: the input's
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, arranged: Callable[[Tensor], Tensor] = lambda vector: vector) -> Tensor:
         normed = self.normed(x)
         # XLA sums the gradients of tokens in the dtype of the product: of 8192 equal ones, bf16 lost a third.
-        return (normed.float() * self.weight.float()).to(normed.dtype)
+        return (normed.float() * arranged(self.weight.float())).to(normed.dtype)
 
     def normed(self, x: Tensor) -> Tensor:
         """Return x / sqrt(mean(x^2) + eps), times `factor`."""

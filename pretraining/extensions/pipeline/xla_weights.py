@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -22,8 +23,7 @@ def per_row(vector: Tensor, x: Tensor) -> Tensor:
 
 
 def _rms_norm(norm: RMSNorm, x: Tensor) -> Tensor:
-    normed = norm.normed(x)
-    return (normed.float() * per_row(norm.weight.float(), x)).to(normed.dtype)
+    return RMSNorm.forward(norm, x, partial(per_row, x=x))
 
 
 def _layer_norm(norm: LayerNorm, x: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def _layer_norm(norm: LayerNorm, x: Tensor) -> Tensor:
 
 def _linear(projection: Linear, x: Tensor, noise: DropoutNoise | None = None) -> Tensor:
     y = projection.product(x, noise)
-    return y if projection.bias is None else (y.float() + per_row(projection.bias.float(), y)).to(y.dtype)
+    return projection.add_bias(y, partial(per_row, x=y))
 
 
 FORWARDS: dict[type[nn.Module], Callable[..., Tensor]] = {RMSNorm: _rms_norm, LayerNorm: _layer_norm, Linear: _linear}

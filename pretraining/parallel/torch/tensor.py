@@ -125,7 +125,7 @@ def _some_heads(
     y = projection.multiply(x, chosen(projection.weight))
     if (added := projection.added(x, noise)) is not None:
         y = y + chosen(added, dim=-1)
-    return y if projection.bias is None else (y.float() + chosen(projection.bias).float()).to(y.dtype)
+    return projection.add_bias(y, chosen)
 
 
 def _row_parallel(
