@@ -43,7 +43,7 @@ PROCESSES = 2
 State = dict[str, Any]  # name -> DTensor
 PEERS = ("torch.distributed.checkpoint", "safetensors.save_file")
 NOT_DONE = {
-    "ours": "hashes every chunk and compares on load; the earlier checkpoint stays until the new one is committed",
+    "ours": "hashes every chunk and compares on load; removes the earlier checkpoint in a thread, after the save",
     PEERS[0]: "fsync of files, none of the folder; no hashes; overwrites the earlier checkpoint",
     PEERS[1]: "a file per process for the same mesh only; no fsync, hashes or asynchronous save; overwrites",
 }
@@ -59,6 +59,9 @@ class Contender:
     def save(self, state: State) -> None:
         """Save until the files are on the disk."""
         raise NotImplementedError
+
+    def settle(self) -> None:
+        """Wait until the save has left the disk alone."""
 
     def load(self, state: State) -> None:
         """Fill the tensors."""
@@ -91,6 +94,9 @@ class Ours(Contender):
 
     def save(self, state: State) -> None:
         self._save(state, False)
+
+    def settle(self) -> None:
+        self._runs[False].wait()  # a thread removes the checkpoint before, which shares the disk with a load
 
     def start(self, state: State) -> Callable[[], object]:
         return self._save(state, True).wait
@@ -183,6 +189,7 @@ def drop_caches(folder: Path) -> None:
 def measure(name: str, contender: Contender, state: State) -> Figures:
     """Save, load, and save asynchronously."""
     figures = timed("save", lambda: contender.save(state))
+    contender.settle()
     drop_caches(contender.folder)
     other: State = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
     figures |= timed("load", lambda: contender.load(other))

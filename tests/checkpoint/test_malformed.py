@@ -181,6 +181,7 @@ def forged(draw: st.DrawFn, sound: Path, target: Path) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_a_forged_checkpoint_is_one_error(tmp_path_factory: pytest.TempPathFactory) -> None:
     root = tmp_path_factory.mktemp("forged")
     config = small_config(root / "run", **SMALL)

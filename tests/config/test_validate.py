@@ -58,6 +58,7 @@ def test_every_number_has_a_range_and_one_outside_is_one_problem_that_names_it(s
     assert problem == f"--{setting.name}={setting.kind(-2)} must be {setting.constraint.requirement}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", NUMBERS, ids=lambda setting: setting.name)
 def test_a_number_far_above_any_run_is_refused_as_a_flag_and_in_a_file(setting: Setting) -> None:
     values: list[Any] = [2**63 if setting.kind is int else 10**30, 10**30, -(10**30), "9" * 5000, math.inf]

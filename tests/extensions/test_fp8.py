@@ -25,6 +25,7 @@ from pretraining.parallel.mesh import Mesh
 from pretraining.parallel.torch.tensor import shard_over_tensor_ranks
 from tests.parallel.launch import ALONE, assert_resumed, run_on_torch
 from tests.parallel.toy import TOY
+from tests.selection import Outcomes, chosen
 
 Fields = dict[str, Any]
 # Small, because a CPU takes ten times as long for fp8's products as for bf16's
@@ -127,10 +128,10 @@ def test_the_key_value_heads_that_a_tensor_rank_takes_of_all_are_multiplied_in_f
 
 @functools.cache
 def outcome(processes: int) -> dict[str, Any]:
-    cases = {case: {**fields} for case, fields in CASES[processes].items()}
+    cases = CASES[processes]
     if processes == ALONE:
-        cases["fp8"]["halfway"] = f"{tempfile.mkdtemp()}/run"
-    return run_on_torch(processes, cases)
+        cases = chosen({**cases, "fp8": {**FP8, "halfway": f"{tempfile.mkdtemp()}/run"}}, ("fp8",))
+    return Outcomes(run_on_torch(processes, cases))
 
 
 @pytest.mark.slow

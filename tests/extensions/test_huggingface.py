@@ -114,6 +114,7 @@ EXPORTS: list[tuple[dict[str, Any], str]] = [  # settings, and the family that h
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fields", "family"), EXPORTS)
 def test_an_exported_model_is_the_same_function_in_transformers_and_comes_back_under_its_names(
     tmp_path: Path, fields: dict[str, Any], family: str
@@ -334,6 +335,7 @@ def test_the_exported_tokenizer_encodes_and_decodes_as_the_training_data_were(fi
 START, END = "<|begin|>", "<|end_of_text|>"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bos_token", [None, 1, 2, 290])  # sentencepiece: <s>, </s> and an ordinary piece of text
 @pytest.mark.parametrize("kind", ["sentencepiece", "plain", "byte_level", "begins", "begins_otherwise"])
 def test_the_exported_tokenizer_begins_texts_as_evaluation_does(
@@ -681,6 +683,7 @@ FUSED = {  # of a Llama, which is not in the order of GPT-NeoX's heads
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tensors", "config", "message"),
     [

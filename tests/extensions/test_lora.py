@@ -274,6 +274,7 @@ def test_an_export_says_that_peft_cannot_load_the_adapters_of_gpt_neox(
     assert ("note: adapters have Llama's names, and" in capsys.readouterr().err) == (mode != "merged")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("modules", [["embed_tokens"], ["embed_tokens", "lm_head"]])
 def test_an_adapter_with_an_embedding_apart_from_the_head_needs_a_head_apart(
     modules: list[str], tmp_path: Path

@@ -55,6 +55,7 @@ def local_and_remote(
     return config, replace(config, data_path=uri, index_dir=str(tmp_path / "index"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", WRITERS)
 def test_the_order_of_the_data_does_not_depend_on_where_they_are(tmp_path: Path, proxy: FaultProxy, store: str) -> None:
     local, remote = local_and_remote(
@@ -247,6 +248,7 @@ def test_another_start_makes_one_request_for_each_shard(tmp_path: Path, proxy: F
     assert counts[1] - counts[0] == 4
 
 
+@pytest.mark.slow
 # "slow" comes first: what the others read ahead may be repeated after their end, which the same counter counts.
 @pytest.mark.parametrize("fault", ["slow", "cut", "500", "503", "truncate"])
 def test_a_passing_network_error_is_repeated_and_counted(tmp_path: Path, proxy: FaultProxy, fault: str) -> None:

@@ -161,6 +161,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch:
         configure({**fields, name: new})
 
 
+@pytest.mark.slow
 @needs("trackers")
 def test_a_tracker_without_a_key_or_that_cannot_be_reached_is_a_mistake(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="the optional wandb package is not installed")
@@ -204,6 +205,7 @@ def test_a_run_in_a_thread_is_refused_before_anything_is_written(tmp_path: Path)
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_the_xla_engine_is_refused_in_a_process_that_has_trained_without_it(tmp_path: Path) -> None:
     pytest.importorskip("torch_xla")
     program = "import pretraining, torch; torch.ones(1, requires_grad=True).backward(); " + (

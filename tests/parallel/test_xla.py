@@ -195,7 +195,8 @@ def one_process() -> dict[str, Any]:
     padded = {**instruction_cases()["padded"], "batch_size": 8}
     forms = {"ddp": DDP, "poisoned": POISONED, **FORMS}
     cases = {**{form: {**fields, "batch_size": 4} for form, fields in forms.items()}, "ramp": {**RAMP, "batch_size": 2}}
-    return run_on_torch(ALONE, {**cases, "instructions, padded": padded})
+    cases = chosen({**cases, "instructions, padded": padded}, ("ddp", "poisoned", "options"))
+    return Outcomes(run_on_torch(ALONE, cases))
 
 
 def test_both_engines_give_the_same_losses_and_gradient_norms() -> None:

@@ -109,6 +109,7 @@ def distributions_of(names: Iterable[str]) -> dict[str, Distribution]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @complete
 def test_the_quickstart_needs_no_other_packages_than_its_requirements(tmp_path: Path) -> None:
     """Those of tests and tools are installed here, too: a fresh environment has none of them."""

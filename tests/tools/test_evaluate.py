@@ -258,6 +258,7 @@ def test_the_harness_has_the_special_tokens_of_a_chat_model(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("task", "words"),
     [
@@ -266,15 +267,13 @@ def test_the_harness_has_the_special_tokens_of_a_chat_model(tmp_path: Path) -> N
             "generation_kwargs: {until: [o], max_completion_tokens: 64, do_sample: false}",
             "generates 64 tokens, but the model sees 64: give a smaller max_gen_toks",
         ),
-        pytest.param(
+        (
             f"output_type: loglikelihood\ndoc_to_text: quick\ndoc_to_target: {'quick fox ' * 40}",
             "asks for .* tokens at once, but the model sees 64",
-            marks=pytest.mark.exhaustive,
         ),
-        pytest.param(
+        (
             "output_type: loglikelihood\ndoc_to_text: \"{{' '}}\"\ndoc_to_target: quick",
             "no token for a context of a task, such as one of spaces",
-            marks=pytest.mark.exhaustive,
         ),
     ],
 )

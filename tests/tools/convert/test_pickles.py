@@ -453,6 +453,7 @@ IDENTITY = b"}X\x01\x00\x00\x00a)" + b"\x85" * 200_000 + b"Qs."
 CONTENTS = [{3: torch.ones(2)}, {"state_dict": 3}, {"weight": [1]}, [torch.ones(2)], TUPLES, LISTS, IDENTITY]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_zip", [True, False])
 @pytest.mark.parametrize("content", CONTENTS)
 def test_a_pickle_of_something_else_is_one_sentence(

@@ -111,6 +111,7 @@ def of_model(kind: str, **changes: object) -> dict[str, Any]:
     return tree(kind, {f"model.{key}": value for key, value in changes.items()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["mcore", "fast-swiglu", "swiglu"])
 @pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)])
 def test_nemo_s_ranks_come_back(form: str, ranks: int, stages: int, tmp_path: Path) -> None:
@@ -173,6 +174,7 @@ def test_nemo_s_gpt_comes_back(ranks: int, tmp_path: Path) -> None:
     assert both.names == one.names  # of the same function
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["parts", "fused"])
 @pytest.mark.parametrize(
     ("ranks", "copies", "stages", "order"),

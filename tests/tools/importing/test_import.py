@@ -134,6 +134,7 @@ def test_ignored_keys_do_not_matter(kind: str, tmp_path: Path) -> None:
     assert config(tree(kind, dict.fromkeys(free, "something else")), tmp_path) == before.config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=40)
 @given(data=st.data())

@@ -301,6 +301,7 @@ def test_the_flags_of_every_row_give_its_figures_and_train_on_its_engine(case: s
         assert refusals(again) == []
 
 
+@pytest.mark.slow
 def test_a_plan_that_the_engine_refuses_says_so_and_a_search_leaves_it_out() -> None:
     refused = config(context_parallel_size=2, seq_length=4098)
     assert [problem.subject for problem in refusals(plan_of(refused))] == ["--context_parallel_size=2"]

@@ -509,6 +509,7 @@ def test_labels_that_do_not_belong_to_their_tokens_are_refused(
 # ---- The command
 
 
+@pytest.mark.slow
 def test_prepared_chats_train_their_answers_alone(
     tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -434,6 +434,7 @@ def test_truncation_and_padding_of_a_tokenizer_json_are_switched_off(tmp_path: P
     assert len(cut.encode([TEXT])[0]) > 20
 
 
+@pytest.mark.slow
 def test_names_of_special_tokens_in_texts_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A tokenizer.json makes separators of them in the middle of a document, as in transformers."""
     write_byte_level(tmp_path / "plain.json", texts(200), 500, ["<unk>", "</s>"])
