@@ -23,7 +23,7 @@ from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS, model_shape
 from pretraining.extensions.checkpoints import open_any_checkpoint, read_tensors
-from pretraining.extensions.huggingface.description import DIMENSIONS, FAMILIES, ModelDescription
+from pretraining.extensions.huggingface.description import DIMENSIONS, FAMILIES, ROPE_FIELDS, ModelDescription
 from pretraining.extensions.huggingface.folder import is_huggingface
 from pretraining.tools.convert.convert import main, to_checkpoint, to_huggingface
 from pretraining.tools.convert.description import config_json
@@ -51,6 +51,7 @@ LLAMA3 = {
 }
 
 
+LLAMA3_KEYS = {key: LLAMA3[field] for key, field in ROPE_FIELDS.items()}
 GPT_NEOX = {
     "norm_type": "layernorm",
     "norm_bias": True,
@@ -535,18 +536,26 @@ LITERAL = ["a</s>b", "</s>", "<s>the model</s> and more<unk>", "x <unk> y</s></s
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_absent_key_has_the_default_of_transformers_in_every_reader(family: str, tmp_path: Path) -> None:
+def test_an_absent_key_and_one_given_twice_have_the_value_of_transformers_in_every_reader(
+    family: str, tmp_path: Path
+) -> None:
     transformers = pytest.importorskip("transformers")
-    given = {"model_type": family, "hidden_size": 64, "num_attention_heads": 32}
-    theirs = transformers.AutoConfig.for_model(**given)
-    (tmp_path / "config.json").write_text(json.dumps(given))
-    for fields in (ModelDescription(given).fields, model_flags({"model_config_path": tmp_path}).values):
-        assert fields["norm_eps"] == getattr(theirs, "rms_norm_eps", 1e-5)
-        assert fields["rope_theta"] == theirs.rope_parameters["rope_theta"]
-        assert fields.get("rotary_percentage", 1.0) == theirs.rope_parameters.get("partial_rotary_factor", 1.0)
-        assert fields.get("num_kv_heads", 32) == getattr(theirs, "num_key_value_heads", 32)
-        assert fields.get("head_dim") == (128 if family == "qwen3" else None)
-        assert fields.get("sliding_window") == (4096 if family == "mistral" else None)
+    theta: dict[str, Any] = {"rope_theta": 777.0}  # of GPT-NeoX it is rotary_emb_base
+    both = {"rope_parameters": {"rope_type": "default", **theta}, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    new = {**both, "rope_scaling": None}
+    for change in ({}, theta, {"rope_parameters": dict(theta)}, both, new, {**both, **theta}):
+        given = {"model_type": family, "hidden_size": 64, "num_attention_heads": 32, **change}
+        (tmp_path / "config.json").write_text(json.dumps(given))
+        theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+        rope = theirs.rope_parameters
+        for fields in (ModelDescription(given).fields, model_flags({"model_config_path": tmp_path}).values):
+            assert fields["norm_eps"] == getattr(theirs, "rms_norm_eps", 1e-5)
+            assert fields["rope_theta"] == rope["rope_theta"], change
+            assert fields.get("rope_scaling_type", "default") == rope["rope_type"]
+            assert fields.get("rotary_percentage", 1.0) == rope.get("partial_rotary_factor", 1.0)
+            assert fields.get("num_kv_heads", 32) == getattr(theirs, "num_key_value_heads", 32)
+            assert fields.get("head_dim") == (128 if family == "qwen3" else None)
+            assert fields.get("sliding_window") == (4096 if family == "mistral" else None)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -554,7 +563,8 @@ def test_a_key_of_another_family_is_not_read_as_in_transformers(family: str, tmp
     biases = {"llama": {"attention_bias", "mlp_bias"}, "qwen3": {"attention_bias"}, "gpt_neox": {"attention_bias"}}
     others = {"attention_bias": True, "mlp_bias": True, "rms_norm_eps": 0.5, "layer_norm_eps": 0.5, "rotary_pct": 0.5}
     others |= {"hidden_dropout": 0.5, "rotary_emb_base": 5.0, "use_parallel_residual": True, "num_key_value_heads": 2}
-    llamas = {"rms_norm_eps", "num_key_value_heads"}
+    others |= {"rope_theta": 5.0} if family == "gpt_neox" else {}
+    llamas = {"rms_norm_eps", "num_key_value_heads", "rope_theta"}
     own = llamas if family != "gpt_neox" else others.keys() - {*llamas, "mlp_bias"}
     others = {key: value for key, value in others.items() if key not in own | biases.get(family, set())}
     given = {"model_type": family, "hidden_size": 64, "num_attention_heads": 32}
@@ -618,6 +628,10 @@ def test_a_gpt_neox_that_rotates_an_odd_number_of_channels_is_refused_in_both_di
         ({"num_attention_heads": 0}, "num_attention_heads=0: must be at least 1"),
         ({"rope_scaling": "linear"}, "rope_scaling=linear: expected an object"),
         ({"rope_scaling": {"rope_type": "linear"}}, r"needs rope_scaling\.factor"),
+        (
+            {"rope_scaling": {"rope_type": "llama3"} | LLAMA3_KEYS, "original_max_position_embeddings": 16},
+            r"original_max_position_embeddings=16: transformers 5 takes it in place of 8 in rope_scaling",
+        ),
         (
             {"rope_parameters": {"partial_rotary_factor": 0.5}},
             "partial_rotary_factor=0.5: LlamaForCausalLM rotates all",

@@ -93,7 +93,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 OF_FAMILIES = {
     "attention_bias": ("llama", "qwen3", GPT_NEOX),
     "mlp_bias": ("llama",),
-    **dict.fromkeys(("rms_norm_eps", "num_key_value_heads"), ("llama", "mistral", "qwen2", "qwen3")),
+    **dict.fromkeys(("rms_norm_eps", "num_key_value_heads", "rope_theta"), ("llama", "mistral", "qwen2", "qwen3")),
     **dict.fromkeys(("layer_norm_eps", "hidden_dropout", "rotary_emb_base"), (GPT_NEOX,)),
     **dict.fromkeys(("rotary_pct", "use_parallel_residual"), (GPT_NEOX,)),
 }
@@ -129,7 +129,7 @@ class ModelDescription:
     """The settings that a config.json stands for, the key of each, and what this model cannot follow."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self._given = config.keys()
+        self._given = config
         self.fields: dict[str, Any] = {"model_variant": "custom"}
         self.origins: dict[str, str] = {}  # field -> "key=value"
         self.problems: list[Problem] = []  # about "key=value"
@@ -161,6 +161,8 @@ class ModelDescription:
             return  # without use_sliding_window it has no effect
         if family not in OF_FAMILIES.get(key, FAMILIES):
             self.unknown |= {key: value} if value else {}  # of what is off, nothing is lost
+        elif key == "rope_parameters" and self._given.get("rope_scaling"):  # which transformers takes in its place
+            self.unknown[key] = value
         elif key in FIELDS:
             self._set(FIELDS[key], key, value)
         elif key == "hidden_act":
@@ -194,6 +196,9 @@ class ModelDescription:
                 self._refuse(f"{group}.rope_type", kind, f"needs {group}.{key}")
             else:
                 self._set(ROPE_FIELDS[key], f"{group}.{key}", values[key])
+        outer, inner = (given.get(_ORIGINAL) for given in (self._given, values))
+        if kind == "llama3" and None not in (outer, inner) and outer != inner:
+            self._refuse(_ORIGINAL, outer, f"transformers 5 takes it in place of {inner} in {group}; make them equal")
         for key, field in _ROPE_ALWAYS.items():
             if key == _PARTIAL and _PARTIAL_FIELD not in FAMILIES[family].options and values.get(key) not in (None, 1):
                 self._refuse(f"{group}.{key}", values[key], f"{FAMILIES[family].architecture} rotates all channels")
@@ -220,6 +225,7 @@ class ModelDescription:
         self.problems.append(Problem(f"{key}={text if len(text) < 60 else text[:57] + '...'}", remedy))
 
 
+_ORIGINAL = "original_max_position_embeddings"
 _PARTIAL, _PARTIAL_FIELD = "partial_rotary_factor", "rotary_percentage"  # only GPT-NeoX of transformers follows it
 _ROPE_ALWAYS = {"rope_theta": "rope_theta", _PARTIAL: _PARTIAL_FIELD}
 
