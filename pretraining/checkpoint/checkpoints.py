@@ -52,7 +52,8 @@ class Checkpoints:
         self._locks: list[FolderLock] = []
         self.newest: int | None = None  # newest step that is committed, or being written
         self._before: int | None = None  # the one before it
-        self._failures, self._base = 0, ""  # of saves to `folder` in a row; Start.digest of the run
+        # Of saves to `folder` in a row; Start.digest of the run; seconds until a save was committed
+        self._failures, self._base, self.longest_save = 0, "", 0.0
         self._saved_to: Place | None = None  # by the last save
         self._background = config.background_saves(self._peers)
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="removal")  # a disk takes 0.26 s a GB
@@ -143,7 +144,8 @@ class Checkpoints:
     def _finish(self, pending: PendingSave, began: float, place: Place | None) -> None:
         path = pending.write()
         self._failures = self._failures if place else 0
-        self._peers.say(f"saved {path} in {time.perf_counter() - began:.1f} s")
+        self.longest_save = max(self.longest_save, seconds := time.perf_counter() - began)
+        self._peers.say(f"saved {path} in {seconds:.1f} s")
         if place:
             place.retain()
         else:

@@ -44,8 +44,8 @@ class Clock:
 
     reason = ""  # why the run ends
 
-    def saved(self, seconds: float) -> None:
-        """Take note of a save that took `seconds`."""
+    def saved(self) -> None:
+        """Take note of a save, which a thread may still write."""
 
     def read(self) -> tuple[bool, bool]:
         """Return whether the run ends, and whether it saves. Called after each step."""

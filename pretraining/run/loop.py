@@ -114,7 +114,7 @@ def _run_steps(run: TrainingRun, batches: Prefetcher, reports: Reports) -> int:
             if is_saved:
                 if not is_reported:
                     run.write_account()  # so that every second belongs to steps before or after the checkpoint
-                interrupt.clock.saved(_save(run, step, asked=any(agreed)))
+                _save(run, step, asked=any(agreed))
         if agreed.signal:
             return 128 + agreed.signal
         if agreed.ends and step < config.num_steps:
@@ -206,14 +206,13 @@ def _may_continue(run: TrainingRun, figures: dict[str, float], step: int, known:
     return False
 
 
-def _save(run: TrainingRun, step: int, asked: bool = False) -> float:
-    """Save the state after `step` updates, and return the seconds that it took."""
-    began = time.perf_counter()
+def _save(run: TrainingRun, step: int, asked: bool = False) -> None:
+    """Save the state after `step` updates."""
     run.watchdog.rest()
     if run.config.checkpoint_interval:
         with run.account.spending("save"), run.heartbeat("saving"):
             run.checkpoints.save(run.trainee.state(), run.facts(step), asked=asked)
-    return time.perf_counter() - began
+    run.interrupt.clock.saved()
 
 
 def _close(run: TrainingRun, code: int) -> None:

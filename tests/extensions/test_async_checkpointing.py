@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
+from pretraining.checkpoint.checkpoints import Checkpoints
 from pretraining.checkpoint.folder import find_checkpoints, step_of
+from pretraining.checkpoint.store import PendingSave
 from pretraining.extensions.async_checkpointing.saves import shortage
-from tests.checkpoint.small_run import small_config, train
+from tests.checkpoint.small_run import facts_of, open_run, small_config, train
 
 
 def test_without_memory_for_the_copy_a_save_is_not_asynchronous(
@@ -21,3 +24,16 @@ def test_without_memory_for_the_copy_a_save_is_not_asynchronous(
     train(small_config(tmp_path, num_steps=2, async_checkpointing=True), lambda step, loss: None)
     assert "this save is not asynchronous" in capsys.readouterr().out
     assert list(map(step_of, find_checkpoints(tmp_path / "checkpoints").committed)) == [2]
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_a_save_lasts_until_it_is_committed(
+    is_asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = PendingSave.write
+    monkeypatch.setattr(PendingSave, "write", lambda pending: time.sleep(0.2) or write(pending))  # type: ignore[func-returns-value]
+    config = small_config(tmp_path, async_checkpointing=is_asynchronous)
+    checkpoints = Checkpoints(config, tmp_path)
+    checkpoints.save(open_run(config).state(), facts_of(config, 2))
+    checkpoints.close()
+    assert checkpoints.longest_save >= 0.2

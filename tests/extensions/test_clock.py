@@ -35,30 +35,55 @@ def test_a_time_of_the_launch_that_is_none_is_refused(text: str, monkeypatch: py
         check_launch_time(config)
 
 
-@pytest.mark.parametrize(("validated", "last"), [(range(10, 11), 206), (range(1, 1000), 6), (range(6, 1000, 6), 40)])
-def test_the_end_leaves_time_for_two_steps_and_for_the_validations_that_follow_them(
-    validated: range, last: int, monkeypatch: pytest.MonkeyPatch
+NEVER = range(0)
+
+
+@pytest.mark.parametrize(
+    ("validated", "saved", "has_writer", "last"),
+    [
+        (range(10, 11), NEVER, False, 206),
+        (range(1, 1000), NEVER, False, 6),
+        (range(6, 1000, 6), NEVER, False, 40),
+        (range(0, 1000, 206), NEVER, False, 204),  # the one before the first step says how long it takes
+        (NEVER, range(40, 41), False, 142),
+        (NEVER, range(40, 1000, 80), False, 119),  # the next save would be followed by the last one
+        (NEVER, range(40, 41), True, 190),
+        (NEVER, range(40, 1000, 120), True, 159),
+        (NEVER, range(40, 1000, 100), True, 190),
+    ],
+)
+def test_the_end_leaves_time_for_two_steps_for_what_follows_them_and_for_the_last_save(
+    validated: range, saved: range, has_writer: bool, last: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
     monkeypatch.delenv("LAUNCHED_AT", raising=False)
     for name in ("time", "monotonic", "perf_counter"):
         monkeypatch.setattr(time, name, lambda: now)
-    config, account, interrupt = CONFIGURATION(max_run_seconds=30), Account(), SimpleNamespace()
+    config = CONFIGURATION(max_run_seconds=30)
+    vars(config).update(async_checkpointing=has_writer, saves_at=saved.__contains__)  # of other extensions
+    account, interrupt, checkpoints, written = Account(), SimpleNamespace(), SimpleNamespace(longest_save=0.0), now
     watchers = [SimpleNamespace(waits_after=validated.__contains__)]
     run: Any = SimpleNamespace(
-        leads=True, config=config, account=account, step=0, watchers=watchers, interrupt=interrupt
+        **{"leads": True, "config": config, "account": account, "step": 0, "watchers": watchers},
+        **{"interrupt": interrupt, "checkpoints": checkpoints},
     )
     set_clock(run)
     account.begin("train")
     ends = False
     while not ends:
-        now += 0.125  # a step
-        ends, _ = interrupt.clock.read()
-        run.step += 1
         if run.step in validated:
             with account.spending("validation"):
                 now += 4.0
-    assert (run.step, now <= 1030) == (last, True)
+        if run.step in saved:
+            written = max(now, written) + 6.0
+            now = now if has_writer else written
+            interrupt.clock.saved()
+        now += 0.125  # a step
+        checkpoints.longest_save = 6.0 if now >= written > 1000 else checkpoints.longest_save
+        ends, _ = interrupt.clock.read()
+        run.step += 1
+    now += 4.0 * (run.step in validated)
+    assert (run.step, max(now, written) + checkpoints.longest_save <= 1030) == (last, True)
 
 
 def test_a_watchdog_needs_no_file_behind_stderr(monkeypatch: pytest.MonkeyPatch) -> None:

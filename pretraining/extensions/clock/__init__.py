@@ -19,13 +19,15 @@ def set_clock(run: TrainingRun) -> None:
 
         run.watchdog = StepWatchdog(config.step_timeout)
     if run.leads and (config.max_run_seconds or config.checkpoint_seconds):
-        from pretraining.extensions.clock.reading import WallClock
+        from pretraining.extensions.clock.reading import Following, WallClock
 
-        def validations() -> int:
+        def following() -> Following:
             steps = range(run.step + 1, min(run.step + 3, config.num_steps) + 1)
-            return sum(any(watcher.waits_after(step) for watcher in run.watchers) for step in steps)
+            validations = sum(any(watcher.waits_after(step) for watcher in run.watchers) for step in steps)
+            saves = sum(config.saves_at(step) for step in steps[:2]) if config.checkpoint_interval else 0
+            return Following(validations, saves, run.checkpoints.longest_save)
 
-        run.interrupt.clock = WallClock(config, run.account, validations)
+        run.interrupt.clock = WallClock(config, run.account, following)
 
 
 EXTENSION = Extension(configuration=ClockConfig, checks=CHECKS, inputs=(check_launch_time,), watch=set_clock)

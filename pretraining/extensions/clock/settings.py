@@ -21,8 +21,8 @@ class ClockConfig(TrainConfig):
     # ---- Batch and length
     max_run_seconds: Annotated[int, AtLeast(0, below=10**9), Resume.FREE] = 0
     """Seconds after the start of scripts/train.sh, or of the program without it, in which the run saves and ends, with
-    exit code 4; the same command continues it. Training stops early enough for two more steps, and for the validations
-    after them and a save that last as long as the longest so far. 0: no limit."""
+    exit code 4; the same command continues it. Training stops early enough for two more steps, for the validations and
+    saves after them and for a last save, which last as long as the longest so far. 0: no limit."""
 
     # ---- Checkpoints
     checkpoint_seconds: Annotated[int, AtLeast(0, below=10**9), Resume.FREE] = 0
