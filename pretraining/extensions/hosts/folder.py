@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +33,13 @@ def check_shared_folder(folder: Path, process: int, processes: int) -> None:
             error = str(failure.strerror)
     dist.barrier()
     deadline = time.monotonic() + VISIBLE_WITHIN
-    while not (is_visible := path.exists()) and time.monotonic() < deadline:
+    # Path.exists raises an error where this host may not look, or a mount is gone, and the others would wait
+    while not (is_visible := os.path.exists(path)) and time.monotonic() < deadline:  # noqa: PTH110
         time.sleep(0.2)
     answers: list[Any] = [None] * processes
     dist.all_gather_object(answers, (socket.gethostname(), is_visible, error))
-    path.unlink(missing_ok=True)
+    with suppress(OSError):
+        path.unlink()
     if answers[0][2]:
         raise UserError(f"{folder}: cannot be written ({answers[0][2]}); give another --ckpt_save_path or --log_dir")
     if blind := sorted({host for host, is_visible, _ in answers if not is_visible}):
