@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,13 @@ def test_logits_narrower_than_the_vocabulary_are_refused() -> None:
         training.train_step(1)
 
 
+@dataclass
+class Table:
+    """A value whose repr has that of a tensor."""
+
+    values: Tensor
+
+
 def test_blocks_that_differ_are_found_before_one_runs_for_all() -> None:
     config, model = training_config(), GPT2(training_config())
     model.h[1].mlp.factor = 2.0
@@ -175,7 +183,7 @@ def test_blocks_that_differ_are_found_before_one_runs_for_all() -> None:
         vars(block.block)["_number"] = number
     assert [subject for subject, *_ in unlike_blocks(blocks, "h")] == ["h.2"]
     containers: tuple[Callable[[Tensor], Any], ...] = (lambda x: x, lambda x: [(0, x)], lambda x: {"a": x.float()})
-    for contain in containers:
+    for contain in (*containers, Tensor.numpy, lambda x: partial(torch.add, x), Table):
         for block, number in zip(blocks, (0, 1, 0), strict=True):
             table = torch.arange(2000) == 1000 + number  # which a repr abbreviates
             vars(block.block).update(_number=0, table=contain(table))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from hashlib import sha256
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -157,10 +159,16 @@ def describe_modules(root: nn.Module) -> dict[str, tuple[object, ...]]:
 
 
 def describe_value(value: object) -> str:
-    """Return an attribute in words; of a tensor, also in a container, a hash of all values: its repr abbreviates."""
+    """Return an attribute in words; of an array, also in a container, a hash of all values: its repr abbreviates."""
     if isinstance(value, Tensor) and not value.is_meta:
         bytes_of_values = value.detach().cpu().to_dense().contiguous().flatten().view(torch.uint8).numpy().data
         return f"{value.dtype} {list(value.shape)} {sha256(bytes_of_values).hexdigest()}"
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {value.shape} {sha256(value.tobytes()).hexdigest()}"
+    if isinstance(value, partial):
+        return f"partial {describe_value([value.func, value.args, value.keywords])}"
+    if is_dataclass(value) and not isinstance(value, type):
+        return f"{type(value)} {[describe_value(getattr(value, field.name, None)) for field in fields(value)]}"
     if isinstance(value, list | tuple):
         return f"{type(value)} {[*map(describe_value, value)]}"
     if isinstance(value, dict):
