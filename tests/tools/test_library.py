@@ -60,6 +60,9 @@ def test_a_step_of_the_folder_is_loaded_and_an_empty_folder_holds_none(page: dic
         loaded = training.load(folder, step=8)
         assert loaded and loaded.step == 8
         assert training.train_step(9).read()["loss"] == page["after"][9]
+        for step in (9, 8, 5):  # a loop that begins anew in the folder of an earlier one
+            training.save(str(tmp_path / "kept"), step, keep=1)
+        assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["step_5", "step_9"]
         with pytest.raises(UserError, match="user_content of step 9 is no JSON value"):
             training.save(str(tmp_path), 9, user_content={"model": object()})
         with pytest.raises(UserError, match="step=0: steps are counted from 1"):

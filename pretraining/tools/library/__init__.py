@@ -116,10 +116,10 @@ class Training:
         """Save model, optimizer and `user_content` to `folder`/step_N; the result is done when it is committed.
 
         What is saved, and how, is what checkpoint_dtype, save_optimizer and ckpt_io_workers say.
-        user_content: a JSON value. keep: remove all but so many checkpoints, 0: none. in_background: training
-        may go on, while a thread writes a copy in the host's memory; the next save or load waits for it. Raises OSError
-        where it cannot be written, in_background as the result, which is printed, too; UserError where user_content is
-        no JSON value.
+        user_content: a JSON value. keep: remove all but so many of the newest checkpoints and this one, 0: none.
+        in_background: training may go on, while a thread writes a copy in the host's memory; the next save or load
+        waits for it. Raises OSError where it cannot be written, in_background as the result, which is printed, too;
+        UserError where user_content is no JSON value.
         """
         try:
             json.dumps(user_content, allow_nan=False)
@@ -135,17 +135,17 @@ class Training:
         pending = PendingSave(location(folder), state, facts, self._peers, dtype=dtype, workers=workers)
         if in_background:
             stage(pending, self._buffer)
-        saving = self._writer.submit(self._write, pending, folder, keep)
+        saving = self._writer.submit(self._write, pending, folder, step, keep)
         if in_background:  # perhaps nobody asks for the result
             saving.add_done_callback(partial(self._report, f"step {step} was not saved to {folder}"))
         else:
             saving.result()
         return saving
 
-    def _write(self, pending: PendingSave, folder: str, keep: int) -> None:
+    def _write(self, pending: PendingSave, folder: str, step: int, keep: int) -> None:
         pending.write()
         if keep:
-            self._peers.lead(lambda: keep_steps(location(folder), lambda steps: steps[:keep]))
+            self._peers.lead(lambda: keep_steps(location(folder), lambda steps: [*steps[:keep], step]))
 
     def _report(self, failure: str, saved: Future[None]) -> None:
         if error := saved.exception():
