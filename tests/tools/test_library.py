@@ -52,7 +52,9 @@ def test_the_script_continues_the_checkpoint_of_a_loop(page: dict[str, Any], tmp
         assert train({**settings, **other}).losses == page["after"]
 
 
-def test_a_step_of_the_folder_is_loaded_and_an_empty_folder_holds_none(page: dict[str, Any], tmp_path: Path) -> None:
+def test_a_step_of_the_folder_is_loaded_and_an_empty_folder_holds_none(
+    page: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = str(page["folder"] / "checkpoints")
     with Training({**page["settings"], "engine": "torch"}) as training:
         assert training.load(str(tmp_path)) is None
@@ -67,6 +69,12 @@ def test_a_step_of_the_folder_is_loaded_and_an_empty_folder_holds_none(page: dic
             training.save(str(tmp_path), 9, user_content={"model": object()})
         with pytest.raises(UserError, match="step=0: steps are counted from 1"):
             training.train_step(0)
+    assert "changed since" not in capsys.readouterr().out
+    with Training({**page["settings"], "engine": "torch", "rope_theta": 50.0, "optimizer": "adam"}) as training:
+        assert training.load(folder, step=8)
+    printed = capsys.readouterr().out
+    assert "changed since step_8: " in printed
+    assert "optimizer adamw -> adam" in printed and "rope_theta 10000.0 -> 50.0" in printed
 
 
 @pytest.mark.parametrize("changes", [{"seq_length_stages": "8:2,16:4"}, {"rampup_batch_size": "4,2,12"}], ids=" ".join)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Self
 
 from main_training import EXTENSIONS, configure
 from pretraining.checkpoint.checkpoints import DTYPES_ON_DISK, saved_part
+from pretraining.checkpoint.compatibility import changes
 from pretraining.checkpoint.folder import find_checkpoints, keep_steps
 from pretraining.checkpoint.manifest import Facts, open_checkpoint
 from pretraining.checkpoint.peers import Peers
@@ -158,8 +159,9 @@ class Training:
     def load(self, folder: str, step: int | None = None) -> Loaded | None:
         """Load model and optimizer from a step of `folder`, None: the newest. Returns None if there is no checkpoint.
 
-        The checkpoint may be of another mesh, engine or run. Without an optimizer's state in it, moments start at zero.
-        Raises UserError if it does not fit or is damaged.
+        The checkpoint may be of another mesh, engine or run; settings of the model and the optimizer that differ are
+        printed. Without an optimizer's state in it, moments start at zero. Raises UserError if it does not fit or is
+        damaged.
         """
         self._wait()
         found = self._peers.lead(lambda: find_checkpoints(location(folder)).committed)
@@ -171,4 +173,8 @@ class Training:
         restart = restoring.lacks_moments(checkpoint)
         restoring.load(checkpoint, restoring.names_to_continue(checkpoint, weights_only=restart))
         restoring.state.commit(restart_optimizer=restart)
+        config, differing = self.config, changes(checkpoint.facts.config, self.config)
+        refused = [each for each in differing if each.field in config.matching_settings]  # by the script
+        if changed := [str(each) for each in refused if not config.accepts(each.field, each.before)]:
+            self._peers.say(f"changed since {checkpoint.path.name}: {', '.join(changed)}")
         return Loaded(checkpoint.facts.step, (checkpoint.facts.data or {}).get("user_content"))
