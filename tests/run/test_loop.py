@@ -12,9 +12,11 @@ import pytest
 
 from main_training import EXTENSIONS, train
 from pretraining.config.extension import Extension, Watcher
-from tests.processes import run_together, words
+from tests.parallel.launch import environment
+from tests.processes import call, run_together, words
 from tests.selection import needs
 from tests.waiting import wait_until
+from tests.warm import python
 
 DIVERGING: dict[str, Any] = {
     "model_variant": "custom",
@@ -71,6 +73,22 @@ def test_where_one_process_traces_all_stop_after_the_same_step(tmp_path: Path) -
     (first, output), (second, _) = run_together("main_training.py", *words(flags))
     assert (first, second) == (3, 3)
     assert "no trace written: the run ended within steps 2 to 3; set a later --profile_start_step" in output
+
+
+TWO_TRACES = """
+import sys
+from pretraining.extensions.profiler.xla_trace import start_xla_trace
+start_xla_trace(sys.argv[1])  # of a run that ends within its trace
+start_xla_trace(sys.argv[2])()
+"""
+
+
+@pytest.mark.slow
+@needs("profiler")
+def test_a_run_traces_after_one_of_the_same_process_that_ended_within_its_trace(tmp_path: Path) -> None:
+    pytest.importorskip("torch_xla")
+    call([*python(), "-c", TWO_TRACES, tmp_path / "first", tmp_path / "second"], env=environment(PJRT_DEVICE="CPU"))
+    assert list((tmp_path / "second").rglob("*.xplane.pb"))
 
 
 class Stop(Watcher):
