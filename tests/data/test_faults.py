@@ -70,6 +70,8 @@ def test_damaged_borders_of_documents_are_refused(tmp_path: Path, size: int, pla
     """They would be read from another column, or from another batch."""
     table = pa.table({name: pa.array([[*range(size)]] * 4, pa.list_(pa.int32())) for name in ("tokens", "others")})
     table = table.replace_schema_metadata({"huggingface": "x" * size * 4})  # as datasets writes, read whatever its size
+    for number in range(size // 10):  # a message of 64 KiB describes so many columns of a batch
+        table = table.append_column(str(number), [[0] * 4])
     path = corpora.write_table(tmp_path / "data" / "s", table, "stream", 4)
     assert len(open_datasets(settings(tmp_path / "data"), "train")) == 1
     borders = np.arange(5, dtype=np.int32) * size

@@ -86,7 +86,7 @@ class WithoutBodies(io.RawIOBase):
     """A file for pyarrow that does not read the bodies of large messages: they consist of zeros."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file, self._position, self._size = file, 0, file.seek(0, io.SEEK_END)
+        self._file, self._position, self._size, self._before = file, 0, file.seek(0, io.SEEK_END), 0
 
     def readable(self) -> bool:  # what io.RawIOBase declares
         return True
@@ -103,9 +103,9 @@ class WithoutBodies(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         count = min(size, self._size - self._position)
-        is_body = size >= LARGE and self._position > 8  # behind the first 8 bytes, a stream has its schema
+        is_body = size >= LARGE and self._before > 8  # behind the 4 bytes of its size, a message has its description
         data = bytes(count) if is_body else self.read_at(self._position, count)
-        self._position += len(data)
+        self._position, self._before = self._position + len(data), size
         return data
 
     def read_at(self, start: int, count: int) -> bytes:
