@@ -113,10 +113,10 @@ def _of_split(folder: Location, split: str) -> Location:
 
 
 def _open(config: TrainConfig, folder: Location, name: str, split: str, shares: str) -> Dataset:
-    files = find_shards(folder, config.file_type)
-    if not files:
+    if not (files := find_shards(folder, config.file_type)):
         kinds = config.file_type if config.file_type in shard_formats() else ", ".join(shard_formats())
-        raise UserError(f"{folder}: no shards of --file_type={config.file_type}: give a folder of {kinds} files")
+        remedy = f"give a folder of {kinds} files; if it is no dataset of yours, name the others in --datasets"
+        raise UserError(f"{folder}: no shards of --file_type={config.file_type}: {remedy}")
     strip = tuple(parse_steps(config.strip_tokens))
     sources = [TokenShard(path, format, config.col_name, strip) for path, format in files]
     shards = open_indexes(sources, index_folder(config.index_dir))

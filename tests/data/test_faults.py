@@ -174,7 +174,7 @@ def test_data_that_cannot_be_trained_on_are_named(tmp_path: Path) -> None:
     prefix = complaint(tmp_path / "my_text_document")
     assert "my_text_document.bin is there: give my_text_document.idx, which Megatron writes next to it" in prefix
     message = complaint(tmp_path / "data", file_type="megatron")
-    assert re.search("no shards of --file_type=megatron: give a folder of (megatron|arrow) files$", message)
+    assert re.search("no shards of --file_type=megatron: give a folder of (megatron|arrow) files; if", message)
     (tmp_path / "empty").mkdir()
     assert "no shards" in complaint(tmp_path / "empty")
     assert "appears more than once" in complaint(tmp_path / "data", datasets="wikipedia,wikipedia")
