@@ -27,7 +27,7 @@ from pretraining.parallel.processes import Processes, read_processes
 
 def linked_processes(processes: Processes) -> tuple[int, str]:
     """Return how many processes have devices with fast links between all of them, and why: those of a host."""
-    return processes.local_world_size, f"a host has {processes.local_world_size} processes"
+    return (count := processes.local_world_size), f"a host has {count} process{'es' if count > 1 else ''}"
 
 
 class Accelerator(NamedTuple):

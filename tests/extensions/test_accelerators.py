@@ -67,6 +67,7 @@ def test_through_torchtpu_a_group_is_the_slice_and_elsewhere_a_host(monkeypatch:
 
     processes = Processes(world_size=32, local_world_size=4)
     assert linked_chips(processes) == (4, "a host has 4 processes")
+    assert linked_chips(processes._replace(local_world_size=1)) == (1, "a host has 1 process")
     monkeypatch.setenv("TORCH_TPU_TOPOLOGY", "4,4,1")
     linked, reason = linked_chips(processes)
     assert (linked, reason) == (16, "a TPU slice has 16 chips")
