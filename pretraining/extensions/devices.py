@@ -58,8 +58,9 @@ DEVICE_KINDS = (
     DeviceKind("rtx-4090", "GeForce RTX 4090", (("rtx 4090",),), 165.2e12, 24 * GIB, 2),
     DeviceKind("mi300x", "MI300X", (("mi300x",),), 1307.4e12, 192 * GIB, 2),  # AMD's data sheet
 )
-# Devices, or parts of them, that have the name of a faster one in theirs: RTX 4090 Laptop GPU, A100 MIG 1g.10gb
-SLOWER = re.compile(r"\b(laptop|max-q|mig|4090 d)\b")
+# Devices, or parts of them, that have the name of another one in theirs: RTX 4090 Laptop GPU, A100 MIG 1g.10gb, and
+# A100-SXM-64GB, made for one customer and faster than an A100
+OTHERS = re.compile(r"\b(laptop|max-q|mig|4090 d|64gb)\b")
 
 
 def kind_of(device_name: str, precision: str = "") -> DeviceKind | None:
@@ -70,7 +71,7 @@ def kind_of(device_name: str, precision: str = "") -> DeviceKind | None:
     """
     name = device_name.lower()
     known = (kind for kind in DEVICE_KINDS if any(all(_ends(word, name) for word in alias) for alias in kind.aliases))
-    kind = None if SLOWER.search(name) else next(known, None)
+    kind = None if OTHERS.search(name) else next(known, None)
     if kind is None or precision != "fp8":
         return kind
     return kind._replace(peak_flops=kind.float8_speed * kind.peak_flops, dtype="fp8") if kind.float8_speed else None

@@ -105,7 +105,7 @@ UNKNOWN = [
     *("CPU", "", "NVIDIA T4", "TPU", "NEURON", "NVIDIA GeForce RTX 3090", "AMD Instinct MI250X"),
     # Names in which those of other devices are
     *("NVIDIA RTX A1000", "NVIDIA A10M", "NVIDIA L40G", "NVIDIA GeForce RTX 4090 D"),
-    *("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-80GB MIG 1g.10gb"),
+    *("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA A100-SXM-64GB"),
 ]
 
 
