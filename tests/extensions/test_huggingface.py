@@ -583,15 +583,18 @@ def test_every_variant_s_dimensions_survive_the_trip(variant: str) -> None:
     assert back.norm_eps == 1e-6 and back.rope_scaling_type == "none"
 
 
-@pytest.mark.parametrize("version", [4, 5])
-def test_rotary_settings_of_both_transformers_generations_and_the_gate_are_understood(version: int) -> None:
+@pytest.mark.parametrize(("version", "nested"), [(4, False), (5, False), (5, True)])
+def test_rotary_settings_of_both_transformers_generations_and_the_gate_are_understood(
+    version: int, nested: bool
+) -> None:
     acts: dict[Any, str] = {"geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh", "reglu": "relu"}
     for activation, act in acts.items():
         config = TrainConfig(model_variant="tiny", activation=activation, **LLAMA3)  # type: ignore[arg-type]
         described = config_json(config, "float32")
         assert described["hidden_act"] == act
         if version == 5:
-            described["rope_parameters"] = {**described.pop("rope_scaling"), "rope_theta": described.pop("rope_theta")}
+            rope = {**described.pop("rope_scaling"), "rope_theta": described.pop("rope_theta")}
+            described["rope_parameters"] = {"full_attention": rope} if nested else rope
         back = ModelDescription(described).fields
         assert {name: back[name] for name in LLAMA3} == LLAMA3 and back["activation"] == activation
 
@@ -635,6 +638,10 @@ def test_a_gpt_neox_that_rotates_an_odd_number_of_channels_is_refused_in_both_di
         (
             {"rope_parameters": {"partial_rotary_factor": 0.5}},
             "partial_rotary_factor=0.5: LlamaForCausalLM rotates all",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e4}}},
+            r"rope_parameters=.*\.\.\.: only the same for all layers",
         ),
         ({"rope_theta": -1}, "rope_theta=-1: must be above 0"),
         ({"rope_theta": float("inf"), "rms_norm_eps": "x"}, "rope_theta=inf: expected a finite number"),

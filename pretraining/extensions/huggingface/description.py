@@ -184,6 +184,11 @@ class ModelDescription:
         if not isinstance(values, dict):
             self._refuse(group, values, "expected an object with rope_type and its parameters")
             return
+        if nested := [value for value in values.values() if isinstance(value, dict)]:  # by type of layer
+            if any(value != nested[0] for value in values.values()):
+                self._refuse(group, values, "only the same for all layers is supported")
+                return
+            values = nested[0]
         kind = values.get("rope_type", values.get("type", "default"))
         if not isinstance(kind, str) or kind not in ROPE_TYPES:
             self._refuse(f"{group}.rope_type", kind, f"supported are {', '.join(ROPE_TYPES)}")
