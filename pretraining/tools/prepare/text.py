@@ -144,7 +144,10 @@ def find_files(inputs: Sequence[str], endings: Sequence[str]) -> tuple[list[Inpu
                 is_data = False
             (ignored if is_folder and not is_data else chosen).append(file)
     if not chosen:
-        raise UserError(f"{', '.join(inputs)}: no text, .jsonl or .parquet files: --endings lists those of plain text")
+        remedy = "--endings lists those of plain text"
+        if any(file.suffix == ".arrow" for file in ignored):
+            remedy = "write a table in Arrow as Parquet, a folder of save_to_disk() with the dataset's to_parquet()"
+        raise UserError(f"{', '.join(inputs)}: no text, .jsonl or .parquet files: {remedy}")
     return chosen, ignored
 
 

@@ -407,7 +407,7 @@ def test_a_vocabulary_that_is_too_large_can_be_lowered_in_the_same_folder(
     assert run(tmp_path, "--vocab_size=320", "--processes=1") == 0
 
 
-@pytest.mark.parametrize("ending", [".json", ".csv", ".pdf"])
+@pytest.mark.parametrize("ending", [".json", ".csv", ".pdf", ".arrow"])
 def test_a_named_file_that_is_no_text_is_refused_with_the_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], ending: str
 ) -> None:
@@ -417,7 +417,8 @@ def test_a_named_file_that_is_no_text_is_refused_with_the_remedy(
     printed = capsys.readouterr().err
     assert str(path) in printed and f"--endings=.txt,.md,{ending}" in printed
     assert prepare.main([f"--input={tmp_path}", f"--output={tmp_path / 'out'}"]) == 2
-    assert "no text, .jsonl or .parquet files" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "no text, .jsonl or .parquet files" in printed and ("to_parquet()" in printed) == (ending == ".arrow")
     assert not (tmp_path / "out").exists()
 
 
