@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from pretraining.checkpoint.store import load
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.data.datasets import NO_SEPARATOR
+from pretraining.data.layouts import PLAN
 from pretraining.extensions.files import read_json
 from pretraining.storage import CHECKPOINT_FORMATS, Location, is_remote, location
 
@@ -85,12 +87,20 @@ def open_newest(path: Location, allow_remote: bool = True) -> Checkpoint:
                 raise UnreadableError(f"{error}: {remedy}") from error
 
 
-def separator_of(facts: Facts, config: TrainConfig) -> int | None:
+def separator_of(facts: Facts, config: TrainConfig, tokenizer_path: str) -> int | None:
     """Return the id after every document of a run's data, which meta.json may have named: the flags' where the
-    checkpoint does not say. None: rows had no separator, or it is not known."""
+    checkpoint does not say, and of rows of examples, what `prepare --sft --separator` wrote next to the tokenizer.
+
+    None: rows had no separator, or it is not known.
+    """
     flag = config.eos_token if config.sep_token is None else config.sep_token
     separator: int | None = (facts.data or {}).get("order", {}).get("eos_token", flag)
-    return None if separator == NO_SEPARATOR else separator
+    if separator not in (None, NO_SEPARATOR):
+        return separator
+    plan = location(tokenizer_path).parent / PLAN
+    settings = read_json(plan).get("settings", {}) if isinstance(plan, Path) and plan.is_file() else {}
+    chosen: int = settings.get("separator", NO_SEPARATOR) if settings.get("sft") else NO_SEPARATOR
+    return None if chosen == NO_SEPARATOR else chosen
 
 
 def read_tensors(

@@ -155,7 +155,7 @@ def open_model(flags: argparse.Namespace) -> tuple[Llama, Tokenizer, TrainConfig
         checkpoint = with_moving_averages(checkpoint)
     # No rows that only a mesh needs: checkpoints have none of them.
     saved = saved_config(checkpoint.facts.config, CONFIGURATION)
-    separator = separator_of(checkpoint.facts, saved)
+    separator = separator_of(checkpoint.facts, saved, flags.tokenizer_path or saved.tokenizer_path)
     config = replace(saved, make_vocab_size_divisible_by=1, tensor_parallel_size=1, sep_token=separator)
     if not flags.allow_remote:
         _refuse_remote_inputs(flags, config)

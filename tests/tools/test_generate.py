@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sentencepiece
@@ -214,12 +216,16 @@ def test_the_newest_checkpoint_speaks_unless_another_is_chosen(run: Path, speak:
         ({"sep_token": 5, "bos_token": 1}, {"eos_token": 5}, [5, 1], 5),
         ({"eos_token": 0}, {}, [0], 0),
         ({}, {"eos_token": 7}, [7], 7),  # of meta.json: prepare --separator=7
+        ({}, {"eos_token": None}, [6], 6),  # of plan.json: prepare --sft --separator=6
     ],
 )
 def test_a_text_begins_and_ends_as_the_documents_of_the_run_do(
-    run: Path, tmp_path: Path, flags: dict[str, int], read: dict[str, int | None], before: list[int], end: int
+    run: Path, tmp_path: Path, flags: dict[str, Any], read: dict[str, int | None], before: list[int], end: int
 ) -> None:
     checkpoint = open_checkpoint(run / "checkpoints" / "step_2")
+    if end == 6:
+        flags = {"tokenizer_path": str(shutil.copy(checkpoint.facts.config["tokenizer_path"], tmp_path))}
+        (tmp_path / "plan.json").write_text('{"settings": {"sft": true, "separator": 6}}')
     facts = replace(checkpoint.facts, config={**checkpoint.facts.config, **flags}, data={"order": read})
     path = str(save(tmp_path, read_tensors(checkpoint), facts))
     _, tokenizer, config = open_model(parse([path]))

@@ -234,8 +234,9 @@ def to_huggingface(
     config = saved_config(checkpoint.facts.config, CONFIGURATION)
     _check_average(checkpoint, config, others)
     names = [name for name in checkpoint.manifest.tensors if is_weight(name)]
-    separator = separator_of(checkpoint.facts, config)
-    special_ids, tokenizer = export_tokenizer(tokenizer_path or config.tokenizer_path, config.bos_token, separator)
+    tokenizer_path = tokenizer_path or config.tokenizer_path
+    separator = separator_of(checkpoint.facts, config, tokenizer_path)
+    special_ids, tokenizer = export_tokenizer(tokenizer_path, config.bos_token, separator)
     adapter = _adapter_of(checkpoint)
     if adapter and not adapter.is_merged and config.norm_type == "layernorm":  # GPT-NeoX's names differ: gpt_neox.py
         remedy = "--lora_load_path reads them, and for PEFT train with --lora_save_mode=merged"

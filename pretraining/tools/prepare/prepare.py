@@ -391,10 +391,6 @@ def _prepare_shards(options: Options, files: list[Input], output: Path) -> None:
             f"--separator={separator}: {path} has {tokenizer.vocab_size:,} ids: give the one that ends documents"
         )
     instructions = _instructions(options, tokenizer, separator) if options.sft else None
-    if instructions and separator != tokenizer.separator:
-        ends = f"generate and convert end a text at the tokenizer's, {tokenizer.separator}"
-        remedy = "set eos_token_id in an exported config.json"
-        print(f"note: --separator={separator} ends completions, and no checkpoint records it: {ends}; {remedy}")
     if instructions and instructions.template:
         write_template(output, instructions.template)
     if missing and not options.stdlib:
