@@ -306,18 +306,24 @@ def write_exported(path: str, folder: Path) -> None:
         (folder / name).write_bytes(content)
 
 
-@pytest.mark.parametrize("file", ["tokenizer.model", "tokenizer.json"])
-def test_the_exported_tokenizer_encodes_and_decodes_as_the_training_data_were(file: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "is_qwen2"), [("tokenizer.model", False), ("tokenizer.json", False), ("tokenizer.json", True)]
+)
+def test_the_exported_tokenizer_encodes_and_decodes_as_the_training_data_were(
+    file: str, is_qwen2: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     transformers = pytest.importorskip("transformers")
     source = (ROOT / "tests" / "checkpoint" / "test_checkpoints.py").read_text()
     if file == "tokenizer.model":
         own_tokenizers().train([source], 400, tmp_path / file, threads=1)
     else:
         write_byte_level(tmp_path / file, [source], 400, ["<|end_of_text|>"])
-    path = saved(tmp_path / "run", tokenizer_path=str(tmp_path / file))
+    path = saved(tmp_path / "run", tokenizer_path=str(tmp_path / file), qkv_bias=is_qwen2)
     exported = to_huggingface(open_checkpoint(path), tmp_path / "hf")
     ours = own_tokenizers().open_tokenizer(str(tmp_path / file))
-    theirs = transformers.AutoTokenizer.from_pretrained(exported)
+    assert ("AutoTokenizer of transformers 5 takes Qwen's rules" in capsys.readouterr().err) == is_qwen2
+    reader = transformers.PreTrainedTokenizerFast if is_qwen2 else transformers.AutoTokenizer
+    theirs = reader.from_pretrained(exported)
     assert (exported / "tokenizer.json").is_file()
     texts = random_texts(source.split())
     ids = ours.encode(texts)

@@ -60,7 +60,7 @@ from pretraining.models.init import on_meta
 from pretraining.storage import DISK, PARTIAL, Location, location, rename
 from pretraining.tools.arguments import ArgumentParser, at_least, ends_on_mistakes, storable_location
 from pretraining.tools.convert.description import config_json
-from pretraining.tools.convert.export_tokenizer import export_tokenizer
+from pretraining.tools.convert.export_tokenizer import export_tokenizer, is_qwens
 from pretraining.tools.convert.pickles import (
     LAYOUTS,
     TrainerFile,
@@ -248,6 +248,9 @@ def to_huggingface(
     ours = _placeholders(checkpoint, filterfalse(config.is_added, names), dtype)
     stored = str(next(iter(ours.values())).dtype).removeprefix("torch.")
     fields = config_json(config, stored) | special_ids
+    if fields["model_type"] == "qwen2" and tokenizer and not is_qwens(tokenizer):
+        remedy = "load it with PreTrainedTokenizerFast.from_pretrained"
+        _print_note(f"AutoTokenizer of transformers 5 takes Qwen's rules for a qwen2 model, and other ids: {remedy}")
     parts = their_names(ours) if fields["model_type"] == GPT_NEOX else {name: (name,) for name in ours}
     heads = fields["num_attention_heads"]
     state = {name: fuse([ours[part] for part in group], heads) for name, group in parts.items()}

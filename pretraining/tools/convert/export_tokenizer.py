@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -66,6 +67,11 @@ def export_tokenizer(
                 usage = {key: value for key, value in usage.items() if key not in ("bos_token", "add_bos_token")}
     files["tokenizer_config.json"] = json.dumps(usage, indent=2).encode() + b"\n"
     return {f"{kind}_token_id": number for kind, number in ids.items() if kind != "unk"}, files
+
+
+def is_qwens(files: Mapping[str, bytes]) -> bool:
+    """Return whether exported files are like Qwen 2's tokenizer, the one with this normalizer."""
+    return bool(json.loads(files["tokenizer.json"]).get("normalizer") == {"type": "NFC"})
 
 
 def _begin_with(described: bytes, name: str, id: int) -> bytes:
