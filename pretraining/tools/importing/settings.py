@@ -29,9 +29,9 @@ class FileConfig(TrainConfig):
 
     # ---- Configuration files
     model_config_path: str = ""
-    """Hugging Face's config.json of a Llama, Mistral or Qwen 3, or its folder, from which dimensions, rotary settings
-    and norm_eps are read; flags and the keys of import_config override it. Empty: that of ckpt_load_path, if it is a
-    folder in Hugging Face's format."""
+    """Hugging Face's config.json of a Llama, Mistral, Qwen 2, Qwen 3 or GPT-NeoX, or its folder, from which dimensions,
+    rotary settings and norm_eps are read; flags and the keys of import_config override it. Empty: that of
+    ckpt_load_path, if it is a folder in Hugging Face's format."""
     config_file: Annotated[str, COMMON, PER_HOST] = ""
     """File of settings with these names, overridden by the flags of the command line: TOML, YAML, or the config.json of
     a run. Empty: none."""
