@@ -98,8 +98,8 @@ def separator_of(facts: Facts, config: TrainConfig, tokenizer_path: str) -> int 
     if separator not in (None, NO_SEPARATOR):
         return separator
     plan = location(tokenizer_path).parent / PLAN
-    settings = read_json(plan).get("settings", {}) if isinstance(plan, Path) and plan.is_file() else {}
-    chosen: int = settings.get("separator", NO_SEPARATOR) if settings.get("sft") else NO_SEPARATOR
+    settings = read_json(plan).get("settings") if tokenizer_path and isinstance(plan, Path) and plan.is_file() else None
+    chosen: int | None = settings.get("separator") if isinstance(settings, dict) and settings.get("sft") else None
     return None if chosen == NO_SEPARATOR else chosen
 
 

@@ -163,7 +163,7 @@ def describe_value(value: object) -> str:
     if isinstance(value, Tensor) and not value.is_meta:
         bytes_of_values = value.detach().cpu().to_dense().contiguous().flatten().view(torch.uint8).numpy().data
         return f"{value.dtype} {list(value.shape)} {sha256(bytes_of_values).hexdigest()}"
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return f"{value.dtype} {value.shape} {sha256(value.tobytes()).hexdigest()}"
     if isinstance(value, partial):
         return f"partial {describe_value([value.func, value.args, value.keywords])}"
