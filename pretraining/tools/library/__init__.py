@@ -168,7 +168,7 @@ class Training:
         paths = [path for path in found if step is None or path.name == f"step_{step}"]
         if not paths:
             return None
-        checkpoint = open_checkpoint(paths[0])
+        checkpoint = self._peers.each(partial(open_checkpoint, paths[0]))
         restoring = Restoring(self.config, self._peers, self.trainee.state(), Start())
         restart = restoring.lacks_moments(checkpoint)
         restoring.load(checkpoint, restoring.names_to_continue(checkpoint, weights_only=restart))
