@@ -71,6 +71,9 @@ def test_the_tokens_of_documents_have_the_bytes_of_their_texts(kind: str, texts:
     tokens, labels = np.array([stream[:-1]], np.int32), np.array([stream[1:]], np.int32)
     assert counter.count(tokens, labels) == sum(len(text.encode()) for text in texts)
     assert counter.count(tokens, np.full_like(labels, IGNORED)) == 0
+    after_bol = np.concatenate((np.ones_like(tokens[:, :1]), tokens[:, 2:]), 1)  # a row that begins within a document
+    expected = counter.count(tokens[:, 1:], labels[:, 1:])
+    assert ByteCounter(tokenizer_path(kind), [1], has_bol=True).count(after_bol, labels[:, 1:]) == expected
 
 
 def test_byte_level_tokens_count_each_byte_of_any_text() -> None:

@@ -20,7 +20,7 @@ class TokenizerConfig(TrainConfig):
             return super().text_bytes(special)
         from pretraining.extensions.tokenizers.text_bytes import ByteCounter
 
-        return ByteCounter(self.tokenizer_path, special)
+        return ByteCounter(self.tokenizer_path, special, self.bol_token is not None)
 
 
 EXTENSION = Extension(configuration=TokenizerConfig)

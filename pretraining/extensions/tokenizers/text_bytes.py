@@ -19,14 +19,17 @@ class ByteCounter:
     not counted where the text begins after a special token.
     """
 
-    def __init__(self, path: str, special: Collection[int]) -> None:
-        """path: of the tokenizer. special: ids that stand for no text. Raises UserError."""
+    def __init__(self, path: str, special: Collection[int], has_bol: bool = False) -> None:
+        """path: of the tokenizer. special: ids that stand for no text. Raises UserError.
+
+        has_bol: the first token of every row is bol_token, after which the text of most rows goes on.
+        """
         tokenizer = open_tokenizer(path)
         self._path = path
         self._lengths = np.array(tokenizer.byte_lengths(), np.int64)  # [V], by id
         self._special = np.array([id for id in special if id < len(self._lengths)], np.int64)
         self._lengths[self._special] = 0
-        self._adds_space = tokenizer.adds_space()
+        self._adds_space, self._first = tokenizer.adds_space(), int(has_bol)
 
     def count(self, tokens: np.ndarray, labels: np.ndarray) -> int:
         """Return the bytes of the trained labels; both are int32 [rows, T]. Raises UserError for an unknown id."""
@@ -37,5 +40,6 @@ class ByteCounter:
         total = int(self._lengths[trained].sum())
         if self._adds_space:
             begins = np.isin(tokens, self._special) & (labels != IGNORED)
+            begins[:, : self._first] = False
             total -= int(np.count_nonzero(self._lengths[labels[begins]]))
         return total
