@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 HARNESS = "lm_eval==0.4.13"
 OWN = ".jsonl"
 OF_HARNESS = ("num_fewshot", "limit", "include_path")  # flags that questions of one's own do not read
-NO_CONTEXT = "the tokenizer has no token for a context of a task, such as one of spaces: leave the question out"
+NO_TOKEN = "the tokenizer has no token for a context or an answer of a task, such as one of spaces: leave that out"
 Results = dict[str, dict[str, float]]  # task -> metric -> value
 
 
@@ -121,8 +121,8 @@ class Scorer:
         """
         if (most := max((len(request.continuation) for request in requests), default=0)) > self.longest:
             raise UserError(f"a task asks for {most} tokens at once, but the model sees {self.longest}: shorten them")
-        if not all(request.context for request in requests):
-            raise UserError(NO_CONTEXT)
+        if not all(request.context and request.continuation for request in requests):
+            raise UserError(NO_TOKEN)
         rows = [(*request.context, *request.continuation)[-self.longest - 1 :] for request in requests]
         self.truncated += sum(
             len(row) < len(request.context) + len(request.continuation)
@@ -148,7 +148,7 @@ class Scorer:
             remedy = "give a smaller max_gen_toks in its generation_kwargs"
             raise UserError(f"a task generates {count} tokens, but the model sees {self.longest}: {remedy}")
         if not (tokens := tokens[-(self.longest - count) :]):
-            raise UserError(NO_CONTEXT)
+            raise UserError(NO_TOKEN)
         added: list[int] = []
         likeliest = sample(self.model, tokens, self.tokenizer.vocab_size, self.longest, lambda row: int(row.argmax()))
         for token in likeliest:

@@ -273,7 +273,11 @@ def test_the_harness_has_the_special_tokens_of_a_chat_model(tmp_path: Path) -> N
         ),
         (
             "output_type: loglikelihood\ndoc_to_text: \"{{' '}}\"\ndoc_to_target: quick",
-            "no token for a context of a task, such as one of spaces",
+            "no token for a context or an answer of a task, such as one of spaces",
+        ),
+        (
+            "output_type: loglikelihood\ndoc_to_text: quick\ndoc_to_target: ''\ntarget_delimiter: ''",
+            "no token for a context or an answer of a task",
         ),
     ],
 )
