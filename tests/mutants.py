@@ -145,7 +145,7 @@ MUTANTS = {
     ),
     # run, config
     "lines after the checkpoint stay": Mutant(
-        "monitor/metrics.py", 'if step and record["step"] <= step]', "if step]", "monitor end_to_end"
+        "monitor/metrics.py", "(lines := _lines(path))[: len(lines) - later]", "_lines(path)", "monitor end_to_end"
     ),
     "restarts never give up": Mutant(
         "tools/launch/restarts.py", "        if futile > patience:\n", "        if False:\n", "scripts run"
@@ -165,7 +165,9 @@ def survives(mutant: Mutant) -> bool:
     with tempfile.TemporaryDirectory() as temporary:
         folder = copy_checkout(Path(temporary) / "tree")
         source = folder / "pretraining" / mutant.path
-        source.write_text(source.read_text().replace(mutant.right, mutant.wrong))
+        text = source.read_text()
+        assert text.count(mutant.right) == 1, f"{mutant.path} has changed: write this mutant again"
+        source.write_text(text.replace(mutant.right, mutant.wrong))
         paths = [f"tests/{path}" for path in mutant.tests.split()]
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *paths]
         done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=False)
