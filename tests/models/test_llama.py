@@ -130,15 +130,16 @@ def test_the_gradient_of_an_fp32_weight_is_not_rounded_to_bf16() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("kernel", [pytest.param("grouped", marks=pytest.mark.slow), "repeated", "chunked"])
+@pytest.mark.parametrize("kernel", ["grouped", "repeated", "chunked"])
 def test_the_last_queries_of_a_row_see_what_they_see_among_all(kernel: Kernel) -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 16, 8), torch.randn(2, 2, 16, 8), torch.randn(2, 2, 16, 8)
     segments = torch.randint(0, 3, (2, 16)).sort(1).values
     blocks = document_mask(segments, 7), document_mask(segments, 7, queries=4)
-    for whole, part in ((AttentionMask(), AttentionMask()), (AttentionMask(segments, 7),) * 2, blocks):
-        want = attention(q, k, v, whole, kernel)[:, :, -4:]
-        torch.testing.assert_close(attention(q[:, :, -4:], k, v, part, kernel), want)
+    with torch._dynamo.config.patch(enable_cpp_symbolic_shape_guards=False):  # of torch 2.9: 12 s of g++
+        for whole, part in ((AttentionMask(), AttentionMask()), (AttentionMask(segments, 7),) * 2, blocks):
+            want = attention(q, k, v, whole, kernel)[:, :, -4:]
+            torch.testing.assert_close(attention(q[:, :, -4:], k, v, part, kernel), want)
 
 
 def test_the_loss_has_a_cap_of_the_logits_and_the_squared_log_sum_exp_of_trained_tokens() -> None:
