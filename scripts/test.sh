@@ -20,7 +20,7 @@ unset PYTHONDONTWRITEBYTECODE
 main() {
     local which=${1:-} packages=requirements/dev.txt
     case $which in
-        --quick) announce "lint, format, and tests of a few seconds each" 3 && shift && set -- -m "not slow or quick" "$@" ;;
+        --quick) announce "lint, format, and tests of a few seconds each" 2 && shift && set -- -m "not slow or quick" "$@" ;;
         --all)
             announce "lint, format, types, and all tests in three environments of 18 GB" 60
             packages=requirements/all.txt newest_python=$newest_with_xla pythons="3.11, 3.12 or 3.13"
