@@ -53,7 +53,7 @@ def dropout(x: Tensor, rate: float, noise: DropoutNoise | None, site: int, *, is
     hashes, length = noise.site_hash(site), x.shape[1]
     if length < hashes.shape[1]:  # sequence_parallel: this tensor rank's tokens of the residual stream
         hashes = hashes.narrow(1, noise.tensor_rank * length, length)
-    return x * keep_scale(hash_with(hashes[..., None], channels), rate).to(x.dtype)
+    return (x * keep_scale(hash_with(hashes[..., None], channels), rate)).to(x.dtype)  # 1 / 0.9 in bf16 is 0.16 % less
 
 
 def keep_scale(bits: Tensor, rate: float) -> Tensor:

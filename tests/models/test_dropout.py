@@ -40,6 +40,10 @@ def test_dropout_drops_its_share_and_keeps_the_mean(rate: float) -> None:
     assert abs(float((y == 0).float().mean()) - rate) < 0.003
     assert abs(float(y.mean()) - 1) < 0.02
     assert set(y.unique().tolist()) == {0.0, float(torch.tensor(1.0) / (1 - rate))}
+    x = torch.randn(ROWS, TOKENS, 4096).bfloat16()
+    y = dropout(x, rate, noise(), site=1)
+    assert y.dtype == x.dtype
+    assert float((y / x.double())[y != 0].mean()) == pytest.approx(1 / (1 - rate), rel=1e-4)
 
 
 def test_updates_blocks_sites_and_tokens_are_dropped_independently() -> None:
