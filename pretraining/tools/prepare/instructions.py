@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # Rows that are filled at the same time. Of lengths drawn like those of chats, 64 leave 1 % of the tokens to padding.
 _WINDOW = 64
 LONGER = ("refuse", "split", "drop")
+_WHO = ("role", "name")  # of a message, whose other fields are what it says
 
 
 class InstructionOptions(NamedTuple):
@@ -188,7 +189,7 @@ def _messages(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         if not objects or not all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in objects):
             raise UserError(f"{name} is not a list of objects with role and content")
         for number, each in enumerate(objects):
-            if each["content"] is None and not any(value for key, value in each.items() if key != "role"):
+            if each["content"] is None and not any(value for key, value in each.items() if key not in _WHO):
                 raise UserError(f"message {number} of {name}, {each['role']}'s, has neither content nor tool_calls")
         chat += objects
     return chat

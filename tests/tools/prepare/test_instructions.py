@@ -267,7 +267,7 @@ def test_a_chat_has_the_tokens_of_a_prompt_where_a_model_adds_a_space_to_a_text(
             "of messages, assistant's, has neither content nor tool_c",
         ),
         (
-            {"prompt": CHAT, "completion": [EMPTY]},
+            {"prompt": CHAT, "completion": [{**EMPTY, "name": "model"}]},
             "message 0 of completion, assistant's, has neither content nor tool_c",
         ),
         ({"messages": CHAT, "tools": "f()"}, "tools is not a list of objects"),
