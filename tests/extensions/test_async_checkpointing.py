@@ -12,6 +12,7 @@ from pretraining.checkpoint.folder import find_checkpoints, step_of
 from pretraining.checkpoint.store import PendingSave
 from pretraining.extensions.async_checkpointing.saves import shortage
 from tests.checkpoint.small_run import facts_of, open_run, small_config, train
+from tests.processes import run_together
 
 
 def test_without_memory_for_the_copy_a_save_is_not_asynchronous(
@@ -37,3 +38,31 @@ def test_a_save_lasts_until_it_is_committed(
     checkpoints.save(open_run(config).state(), facts_of(config, 2))
     checkpoints.close()
     assert checkpoints.longest_save >= 0.2
+
+
+WITHOUT_MEMORY = """
+import errno, os, sys
+from pathlib import Path
+import torch.distributed as dist
+from pretraining.checkpoint.checkpoints import Checkpoints, SaveFailedError
+from pretraining.extensions.async_checkpointing import saves
+from tests.checkpoint.small_run import facts_of, open_run, small_config
+
+def take(buffer, size):
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+dist.init_process_group("gloo")
+if dist.get_rank():
+    saves.HostBuffer.take = take
+config = small_config(Path(sys.argv[1]), async_checkpointing=True, ckpt_max_failures=1, collective_timeout=30)
+try:
+    Checkpoints(config, Path(sys.argv[1])).save(open_run(config).state(), facts_of(config, 2))
+except SaveFailedError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_gets_no_memory_for_the_copy_fails_the_save_of_all(tmp_path: Path) -> None:
+    for code, output in run_together("-c", WITHOUT_MEMORY, tmp_path):
+        assert (code, "Cannot allocate memory" in output[-1]) == (0, True)

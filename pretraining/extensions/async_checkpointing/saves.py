@@ -7,6 +7,7 @@ import mmap
 import socket
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -76,7 +77,7 @@ class BackgroundSaves:
         if short := self._peers.lead(lambda: shortage(asked)):
             self._peers.say(f"{short}; this save is not asynchronous")
             return False
-        stage(pending, self._buffer)
+        self._peers.each(partial(stage, pending, self._buffer))  # the memory may be gone by now, in one process alone
         self._writing = self._writer.submit(finish)
         return True
 
