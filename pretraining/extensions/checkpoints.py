@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -95,12 +94,15 @@ def separator_of(facts: Facts, config: TrainConfig, tokenizer_path: str) -> int 
     """
     flag = config.eos_token if config.sep_token is None else config.sep_token
     separator: int | None = (facts.data or {}).get("order", {}).get("eos_token", flag)
-    if separator not in (None, NO_SEPARATOR):
-        return separator
-    plan = location(tokenizer_path).parent / PLAN
-    settings = read_json(plan).get("settings") if tokenizer_path and isinstance(plan, Path) and plan.is_file() else None
-    chosen: int | None = settings.get("separator") if isinstance(settings, dict) and settings.get("sft") else None
-    return None if chosen == NO_SEPARATOR else chosen
+    return _separator_of_examples(tokenizer_path) if separator in (None, NO_SEPARATOR) else separator
+
+
+def _separator_of_examples(tokenizer_path: str) -> int | None:
+    if not tokenizer_path or is_remote(plan := location(tokenizer_path).parent / PLAN) or not plan.is_file():
+        return None
+    settings = read_json(plan).get("settings")  # of prepare, if the file is not another program's
+    separator = settings.get("separator") if isinstance(settings, dict) and settings.get("sft") else None
+    return None if separator == NO_SEPARATOR else separator  # NO_SEPARATOR: the tokenizer's
 
 
 def read_tensors(
