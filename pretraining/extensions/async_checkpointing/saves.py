@@ -43,7 +43,14 @@ class HostBuffer:
 
 
 def stage(pending: PendingSave, buffer: HostBuffer) -> None:
-    """Copy this process's chunks into `buffer`; afterwards the tensors may change."""
+    """Copy this process's chunks into `buffer`; afterwards the tensors may change.
+
+    Collective: where one process fails, for example because its memory is gone by now, all do.
+    """
+    pending.peers.each(partial(_copy, pending, buffer))
+
+
+def _copy(pending: PendingSave, buffer: HostBuffer) -> None:
     memory, start, copies = buffer.take(copied_bytes(pending)), 0, {}
     for chunk in pending.chunks:
         tensor = pending.fetch(chunk.item)
@@ -77,7 +84,7 @@ class BackgroundSaves:
         if short := self._peers.lead(lambda: shortage(asked)):
             self._peers.say(f"{short}; this save is not asynchronous")
             return False
-        self._peers.each(partial(stage, pending, self._buffer))  # the memory may be gone by now, in one process alone
+        stage(pending, self._buffer)
         self._writing = self._writer.submit(finish)
         return True
 

@@ -135,7 +135,7 @@ class Training:
         workers = self.config.ckpt_io_workers
         pending = PendingSave(location(folder), state, facts, self._peers, dtype=dtype, workers=workers)
         if in_background:
-            self._peers.each(partial(stage, pending, self._buffer))
+            stage(pending, self._buffer)
         saving = self._writer.submit(self._write, pending, folder, step, keep)
         if in_background:  # perhaps nobody asks for the result
             saving.add_done_callback(partial(self._report, f"step {step} was not saved to {folder}"))
