@@ -96,6 +96,20 @@ def test_what_one_program_does_not_run_has_a_reason(fields: Fields, reason: str)
     assert (reason in found) if reason else not found
 
 
+def test_the_gradient_of_a_lookup_is_that_of_a_lookup_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pretraining.extensions.one_program import gathering
+    from pretraining.models.llama import Embedding
+
+    monkeypatch.setattr(gathering, "COLUMNS", 3)
+    model, tokens = Embedding.from_pretrained(torch.randn(5, 8), freeze=False), torch.tensor([[1, 4] + [2] * 1024])
+    plain = Embedding.from_pretrained(model.weight.bfloat16().float(), freeze=False)
+    weight, towards = model.weight, torch.randn(*tokens.shape, 8)
+    gathering.gather_on_access(model, gathering.Ranks(None, None, torch.bfloat16, torch.float32))
+    for module in (model, plain):
+        (module(tokens) * towards).sum().backward()
+    assert model(tokens).equal(plain(tokens)) and weight.grad.equal(plain.weight.grad)
+
+
 def test_a_loop_over_flipped_tensors_runs_in_reverse_instead() -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
