@@ -28,6 +28,8 @@ TOKENS = "tokens"  # column that prepare.py writes, and default of --col_name
 DEFAULT_SEPARATOR = 1  # fms-fsdp's sep_token
 NO_SEPARATOR = -1  # value of --sep_token
 _SAMPLED_ENDINGS, _FEWEST_ENDINGS = 256, 8  # documents of the first shards; fewer are no evidence
+# Of the values that are read in meta.json
+_KINDS = {**dict.fromkeys(("vocab_size", "separator", "seq_length", "documents", "tokens"), int), "shards": dict}
 
 
 class SplitSource(NamedTuple):
@@ -104,12 +106,9 @@ def open_datasets(config: TrainConfig, split: str) -> list[Dataset]:
 
 def _of_split(folder: Location, split: str) -> Location:
     """Return the folder of a split if `folder` holds several. UserError if it does not hold this one."""
-    layout = split_folders(folder)
-    if layout is None:
-        return folder
-    if split not in layout.folders:
+    if (layout := split_folders(folder)) and split not in layout.folders:
         raise UserError(f"{folder}: {layout.kind} without a {split} split: give the folder of one, {folder}/...")
-    return layout.folders[split]
+    return layout.folders[split] if layout else folder
 
 
 def _open(config: TrainConfig, folder: Location, name: str, split: str, shares: str) -> Dataset:
@@ -153,15 +152,20 @@ def split_edges(text: str, documents: int) -> list[int]:
 
 
 def _check_description(folder: Location, description: dict[str, Any], shards: list[ShardIndex], rows: int) -> None:
-    """Raise UserError if shards are missing, or the tokenizer has more ids than the embedding has rows."""
+    """Raise UserError if shards are missing, or the tokenizer has more ids than the embedding has rows.
+
+    Another program's file of this name may have other values under the names that are read.
+    """
+    if wrong := [name for name, kind in _KINDS.items() if not isinstance(description.get(name), kind | None)]:
+        remedy = "not what prepare writes: prepare the dataset again, or remove the file if it is another program's"
+        raise UserError(f"{folder / DESCRIPTION}: {wrong[0]} is {description[wrong[0]]!r}, {remedy}")
     size = description.get("vocab_size")
     if size is not None and size > rows:
         reason = f"its tokenizer has {size:,} ids, but the model's vocabulary is {rows:,}"
         raise UserError(f"{folder}: {reason}: give --vocab_size={size} or more")
-    if missing := sorted(set(description.get("shards", {})) - {location(shard.path).name for shard in shards}):
+    if missing := sorted(set(description.get("shards") or {}) - {location(shard.path).name for shard in shards}):
         raise UserError(f"{folder / missing[0]}: missing, but {DESCRIPTION} lists it: prepare the dataset again")
-    counts = {"documents": sum(shard.documents for shard in shards)}
-    counts["tokens"] = sum(shard.token_count for shard in shards)
+    counts = {"documents": sum(each.documents for each in shards), "tokens": sum(each.token_count for each in shards)}
     for name, count in counts.items():
         if (expected := description.get(name)) not in (None, count):
             reason = "a shard is missing, damaged or belongs to another dataset; prepare the dataset again"

@@ -143,7 +143,7 @@ def whole_corpus(shards: list[ShardIndex], description: Mapping[str, Any]) -> Co
 
 def verify_dataset(dataset: Dataset, config: TrainConfig) -> tuple[int, int]:
     """Compare the shards, and their blocks as the loader reads them, with their checksums. See verify."""
-    result = verify(dataset.shards, dataset.description.get("shards", {}), index_folder(config.index_dir))
+    result = verify(dataset.shards, dataset.description.get("shards") or {}, index_folder(config.index_dir))
     whole_corpus(dataset.shards, dataset.description).verify_all()
     return result
 

@@ -387,3 +387,7 @@ def test_shards_that_were_prepared_before_have_no_list_of_blocks_and_load(tmp_pa
         (shard.data / "meta.json").write_text(json.dumps(description | {"blocks": blocks}))
         with suppress(UserError):
             assert shard.read() == shard.expected
+    for name, value in {"tokens": "1.2B", "vocab_size": "16", "separator": "</s>", "shards": 12}.items():
+        (shard.data / "meta.json").write_text(json.dumps(description | {name: value}))  # of another program
+        with pytest.raises(UserError, match=rf"meta\.json: {name} is {value!r}, not what prepare writes"):
+            shard.read()
