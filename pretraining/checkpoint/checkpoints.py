@@ -54,7 +54,7 @@ class Checkpoints:
         self._before: int | None = None  # the one before it
         # Of saves to `folder` in a row; Start.digest of the run; seconds until a save was committed
         self._failures, self._base, self.longest_save = 0, "", 0.0
-        self._saved_to: Place | None = None  # by the last save
+        self.saved_to: Place | None = None  # by the last save; None: to `folder`
         self._background = config.background_saves(self._peers)
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="removal")  # a disk takes 0.26 s a GB
         self._removal: Future[None] | None = None  # of old checkpoints, after the last save
@@ -127,7 +127,7 @@ class Checkpoints:
         if not self._config.checkpoint_interval or step == self.newest:
             return
         began = time.perf_counter()
-        self._saved_to = place = None if asked or self._config.saves_at(step) else self._place(step)
+        self.saved_to = place = None if asked or self._config.saves_at(step) else self._place(step)
         plan = place.plan_save if place else partial(PendingSave, self.folder)
         dtype, workers = DTYPES_ON_DISK[self._config.checkpoint_dtype], self._config.ckpt_io_workers
         try:
@@ -171,10 +171,10 @@ class Checkpoints:
             self._removal.result()
 
     def _failed(self, error: OSError) -> None:
-        if not self._saved_to:  # another place is one more: the run goes on without it
+        if not self.saved_to:  # another place is one more: the run goes on without it
             self._failures += 1
-        self._peers.say(f"saving to {self._saved_to or self.folder} failed: {error}; earlier checkpoints are untouched")
-        if not self._saved_to and self._failures >= self._config.ckpt_max_failures:
+        self._peers.say(f"saving to {self.saved_to or self.folder} failed: {error}; earlier checkpoints are untouched")
+        if not self.saved_to and self._failures >= self._config.ckpt_max_failures:
             raise SaveFailedError(f"{self._failures} saves in a row failed, the last one with: {error}") from error
 
     def close(self) -> None:

@@ -44,8 +44,8 @@ class Clock:
 
     reason = ""  # why the run ends
 
-    def saved(self) -> None:
-        """Take note of a save, which a thread may still write."""
+    def saved(self, is_local: bool) -> None:
+        """Take note of a save, which a thread may still write. is_local: it is not in ckpt_save_path."""
 
     def read(self) -> tuple[bool, bool]:
         """Return whether the run ends, and whether it saves. Called after each step."""

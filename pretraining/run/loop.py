@@ -212,7 +212,7 @@ def _save(run: TrainingRun, step: int, asked: bool = False) -> None:
     if run.config.checkpoint_interval:
         with run.account.spending("save"), run.heartbeat("saving"):
             run.checkpoints.save(run.trainee.state(), run.facts(step), asked=asked)
-    run.interrupt.clock.saved()
+    run.interrupt.clock.saved(is_local=bool(run.checkpoints.saved_to))
 
 
 def _close(run: TrainingRun, code: int) -> None:

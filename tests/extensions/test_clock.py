@@ -15,8 +15,10 @@ import pytest
 pytest.importorskip("pretraining.extensions.clock")
 
 from main_training import CONFIGURATION
+from pretraining.config.declaration import settings_of
 from pretraining.config.errors import UserError
 from pretraining.extensions.clock import set_clock
+from pretraining.extensions.clock.reading import Following, WallClock
 from pretraining.extensions.clock.settings import check_launch_time
 from pretraining.extensions.clock.watchdog import StepWatchdog
 from pretraining.monitor.account import Account
@@ -77,13 +79,24 @@ def test_the_end_leaves_time_for_two_steps_for_what_follows_them_and_for_the_las
         if run.step in saved:
             written = max(now, written) + 6.0
             now = now if has_writer else written
-            interrupt.clock.saved()
+            interrupt.clock.saved(is_local=False)
         now += 0.125  # a step
         checkpoints.longest_save = 6.0 if now >= written > 1000 else checkpoints.longest_save
         ends, _ = interrupt.clock.read()
         run.step += 1
     now += 4.0 * (run.step in validated)
     assert (run.step, max(now, written) + checkpoints.longest_save <= 1030) == (last, True)
+
+
+def test_a_save_for_the_host_alone_does_not_put_off_the_next_one_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, seconds = 0.0, list[float]()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    clock = WallClock(CONFIGURATION(checkpoint_seconds=10), Account(), lambda: Following(0, 0, 0.0))
+    for now in range(1, 35):
+        _, saves = clock.read()
+        clock.saved(is_local=not saves)
+        seconds += [now] * saves
+    assert seconds == [10, 20, 30]
 
 
 def test_a_watchdog_needs_no_file_behind_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +116,8 @@ def test_the_clock_saves_and_ends_a_run_that_continues_bitwise(tmp_path: Path) -
     codes, metrics = tmp_path / "codes", tmp_path / "metrics.jsonl"
     codes.mkdir()
     more = {**ON_TORCH, "num_steps": 100_000, "checkpoint_interval": 100_000, "checkpoint_seconds": 1}
+    if "ckpt_local_path" in settings_of(CONFIGURATION):
+        more |= {"ckpt_local_path": tmp_path / "local", "ckpt_local_interval": 1}
 
     variables = environment(EXIT_CODES=str(codes))
     run = start(train_command(tmp_path, 2, **more), env=variables)

@@ -37,7 +37,7 @@ class WallClock(Clock):
         """account: that of this start, with which it began. following: returns what follows the step of a reading."""
         self.reason = f"the time of --max_run_seconds={config.max_run_seconds} is up"
         self._ends_at = launch_time(account.began) + (config.max_run_seconds or math.inf)
-        self._saves_every = config.checkpoint_seconds or math.inf  # from one save, of whatever reason, to the next
+        self._saves_every = config.checkpoint_seconds or math.inf  # from a save there, of whatever reason, to the next
         self._longest_validation = 0.0
         self._account, self._following = account, following
         self._before = account.seconds()  # at the last reading
@@ -45,10 +45,11 @@ class WallClock(Clock):
         self._saved_at = -math.inf
         self._saves_at = time.monotonic() + self._saves_every
 
-    def saved(self) -> None:
-        """Begin another interval between saves."""
+    def saved(self, is_local: bool) -> None:
+        """Begin another interval between saves, unless the host alone has this one."""
         self._saved_at = time.monotonic()
-        self._saves_at = self._saved_at + self._saves_every
+        if not is_local:
+            self._saves_at = self._saved_at + self._saves_every
 
     def read(self) -> tuple[bool, bool]:
         """See Clock. A save is asked for once in an interval.

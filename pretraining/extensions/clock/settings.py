@@ -26,8 +26,8 @@ class ClockConfig(TrainConfig):
 
     # ---- Checkpoints
     checkpoint_seconds: Annotated[int, AtLeast(0, below=10**9), Resume.FREE] = 0
-    """Seconds between checkpoints, besides those of checkpoint_interval: the first step that ends later than this after
-    the last save is saved too. 0: never by the clock."""
+    """Seconds between checkpoints in ckpt_save_path, besides those of checkpoint_interval: the first step that ends
+    later than this after the last save there is saved too. 0: never by the clock."""
 
     # ---- Logging and profiling
     step_timeout: Annotated[int, AtLeast(0, below=10**9)] = 0
