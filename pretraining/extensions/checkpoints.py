@@ -16,7 +16,7 @@ from pretraining.checkpoint.store import load
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.data.datasets import NO_SEPARATOR
-from pretraining.data.layouts import PLAN
+from pretraining.data.layouts import FLAGS, PLAN
 from pretraining.extensions.files import read_json
 from pretraining.storage import CHECKPOINT_FORMATS, Location, is_remote, location
 
@@ -98,9 +98,10 @@ def separator_of(facts: Facts, config: TrainConfig, tokenizer_path: str) -> int 
 
 
 def _separator_of_examples(tokenizer_path: str) -> int | None:
-    if not tokenizer_path or is_remote(plan := location(tokenizer_path).parent / PLAN) or not plan.is_file():
-        return None
-    settings = read_json(plan).get("settings")  # of prepare, if the file is not another program's
+    folder = location(tokenizer_path).parent
+    if not tokenizer_path or is_remote(folder) or not all((folder / name).is_file() for name in (PLAN, FLAGS)):
+        return None  # a plan.json alone is another program's
+    settings = read_json(folder / PLAN).get("settings")
     separator = settings.get("separator") if isinstance(settings, dict) and settings.get("sft") else None
     return None if separator == NO_SEPARATOR else separator  # NO_SEPARATOR: the tokenizer's
 

@@ -223,9 +223,10 @@ def test_a_text_begins_and_ends_as_the_documents_of_the_run_do(
     run: Path, tmp_path: Path, flags: dict[str, Any], read: dict[str, int | None], before: list[int], end: int
 ) -> None:
     checkpoint = open_checkpoint(run / "checkpoints" / "step_2")
-    if end == 6:
-        flags = {"tokenizer_path": str(shutil.copy(checkpoint.facts.config["tokenizer_path"], tmp_path))}
-        (tmp_path / "plan.json").write_text('{"settings": {"sft": true, "separator": 6}}')
+    flags = flags | {"tokenizer_path": str(shutil.copy(checkpoint.facts.config["tokenizer_path"], tmp_path))}
+    (tmp_path / "plan.json").write_text('{"settings": {"sft": true, "separator": 6}}' if end == 6 else "[]")
+    if end == 6:  # otherwise the plan is another program's
+        (tmp_path / "flags.txt").touch()
     facts = replace(checkpoint.facts, config={**checkpoint.facts.config, **flags}, data={"order": read})
     path = str(save(tmp_path, read_tensors(checkpoint), facts))
     _, tokenizer, config = open_model(parse([path]))
