@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from main_training import EXTENSIONS as ALL
 from pretraining.checkpoint.folder import find_checkpoints, step_of
 from pretraining.config.errors import ConfigError
 from pretraining.extensions.best_checkpoints.ranking import best_steps, validation_values
+from pretraining.extensions.best_checkpoints.watch import BestCheckpoint
 from pretraining.monitor.metrics import read_metrics
 from pretraining.run.configure import configure
 from pretraining.storage import location
@@ -80,6 +82,11 @@ def test_a_file_that_cannot_be_read_removes_nothing(tmp_path: Path, capsys: pyte
     (tmp_path / "metrics.jsonl").write_text('{"val_loss"\n')
     assert run(tmp_path, {6: 3.0}, num_steps=6, keep_best=1) == [2, 4, 6]
     assert "an old checkpoint could not be removed" in capsys.readouterr().out
+    config = CONFIGURATION(keep_best=1, log_dir=str(tmp_path))
+    checkpoints = SimpleNamespace(folder=location(str(tmp_path / "checkpoints")))
+    ended: Any = SimpleNamespace(leads=True, config=config, checkpoints=checkpoints)
+    (line,) = BestCheckpoint(ended).where_to_look()
+    assert line == f"  best         not known: {tmp_path}/metrics.jsonl: a line is not a record"
 
 
 @pytest.mark.slow

@@ -22,7 +22,10 @@ class BestCheckpoint(Watcher):
         if not self._run.leads:
             return []
         config: Any = self._run.config
-        folders = {step_of(path): path for path in find_checkpoints(self._run.checkpoints.folder).committed}
-        values = config.validation_values()
+        try:
+            folders = {step_of(path): path for path in find_checkpoints(self._run.checkpoints.folder).committed}
+            values = config.validation_values()
+        except OSError as error:
+            return [f"  best         not known: {error}"]
         best = [step for step in best_steps(folders, values) if values[step] < math.inf][:1]
         return [f"  best         {folders[step]} ({config.keep_best_metric} {values[step]:.4f})" for step in best]
