@@ -99,7 +99,7 @@ def open_datasets(config: TrainConfig, split: str) -> list[Dataset]:
     datasets = []
     for name in find_datasets(source.folder, source.datasets):
         folder = _of_split(source.folder / name, "train" if source.shares else split)
-        datasets.append(_open(config, folder, name or source.folder.name, split, source.shares))
+        datasets.append(_open(config, source, folder, name, split))
     check_origin(config.tokenizer_path, {str(dataset.folder): dataset.tokenizer for dataset in datasets})
     return datasets
 
@@ -111,11 +111,11 @@ def _of_split(folder: Location, split: str) -> Location:
     return layout.folders[split] if layout else folder
 
 
-def _open(config: TrainConfig, folder: Location, name: str, split: str, shares: str) -> Dataset:
+def _open(config: TrainConfig, source: SplitSource, folder: Location, name: str, split: str) -> Dataset:
     if not (files := find_shards(folder, config.file_type)):
         kinds = config.file_type if config.file_type in shard_formats() else ", ".join(shard_formats())
-        remedy = f"give a folder of {kinds} files; if it is no dataset of yours, name the others in --datasets"
-        raise UserError(f"{folder}: no shards of --file_type={config.file_type}: {remedy}")
+        rest = "; if it is no dataset of yours, move it elsewhere" if name and not source.datasets else ""
+        raise UserError(f"{folder}: no shards of --file_type={config.file_type}: give a folder of {kinds} files{rest}")
     strip = tuple(parse_steps(config.strip_tokens))
     sources = [TokenShard(path, format, config.col_name, strip) for path, format in files]
     shards = open_indexes(sources, index_folder(config.index_dir))
@@ -128,10 +128,10 @@ def _open(config: TrainConfig, folder: Location, name: str, split: str, shares: 
         description = {name: value for name, value in description.items() if name not in ("tokens", "blocks")}
     _check_description(folder, description, shards, model_shape(config).vocab_size)
     _check_labels(config, folder, description, shards)
-    first, last = split_edges(shares, total)[SPLITS.index(split) :][:2] if shares else (0, total)
+    first, last = split_edges(source.shares, total)[SPLITS.index(split) :][:2] if source.shares else (0, total)
     if split == "train" and config.max_samples is not None:
         last = min(last, first + config.max_samples)
-    return Dataset(name, folder, shards, range(first, last), short_hash(*parts), description)
+    return Dataset(name or source.folder.name, folder, shards, range(first, last), short_hash(*parts), description)
 
 
 def split_edges(text: str, documents: int) -> list[int]:

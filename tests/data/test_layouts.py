@@ -75,7 +75,7 @@ def test_a_dataset_of_a_mixture_whose_shards_are_gone_is_not_left_out(tmp_path: 
     assert len(tokens_of(tmp_path)) > 350
     (path := tmp_path / "books" / left).parent.mkdir(parents=True)
     path.write_text(json.dumps({"shards": {"part-00000.arrow": ""}}))
-    with pytest.raises(UserError, match=f"^{tmp_path}/books: no shards of --file_type=auto: .* others in --datasets"):
+    with pytest.raises(UserError, match=f"^{tmp_path}/books: no shards of --file_type=auto: .* move it elsewhere$"):
         open_stream(settings(tmp_path))
 
 
