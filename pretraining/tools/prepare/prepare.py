@@ -646,6 +646,6 @@ def _describe(
         print(f"{count:,} {what}")
     if left_out := [line for record in records for line in record.get("left_out", [])]:
         write_atomically(output / _LEFT_OUT, "\n".join(left_out) + "\n")
-        print(f"left out because of --skip_bad: {len(left_out):,} files and rows, see {output / _LEFT_OUT}")
+        print(f"files and rows left out because of --skip_bad: {len(left_out):,}, see {output / _LEFT_OUT}")
     flags += validation if (output / "valid").is_dir() else ()
     write_atomically(output / FLAGS, "\n".join(flags) + "\n")

@@ -585,7 +585,7 @@ def test_all_input_is_looked_at_first_and_what_cannot_be_read_is_named_together_
         f"CRLF, which stays:\n  {folder}/lines.txt\n",
         f"{folder}/utf32.txt: 1 document, such as one of {folder}/plain.txt",
         f"  {folder}/a.jsonl, line 1, 3 tokens in 3 characters: o|n|e",
-        f"left out because of --skip_bad: {len(reasons)} files and rows",
+        f"files and rows left out because of --skip_bad: {len(reasons)}, see {tmp_path}/out/left_out.txt",
     ):
         assert note in told, note
     listed = (tmp_path / "out" / "left_out.txt").read_text()
