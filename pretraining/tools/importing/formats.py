@@ -103,7 +103,8 @@ def format_of(trees: Sequence[Mapping[str, Any]], paths: Sequence[str]) -> str:
         if is_description(tree):
             raise UserError(f"{','.join(paths)}: is Hugging Face's description of a model: use --model_config_path")
     keys = "distributed_strategy (nxdt), model.micro_batch_size (nemo) or a top-level num_layers (neox)"
-    raise UserError(f"{','.join(paths)}: the format is unknown because there is no {keys}; set --import_format")
+    remedy = "set --import_format, or give flags for the file of another trainer: --help=NAME finds them by its names"
+    raise UserError(f"{','.join(paths)}: the format is unknown because there is no {keys}; {remedy}")
 
 
 def _open_neox(trees: Sequence[Mapping[str, Any]], paths: Sequence[str], flags: Mapping[str, object]) -> ForeignConfig:
