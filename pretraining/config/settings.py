@@ -57,18 +57,18 @@ class Settings:
     tiny and mini are for CPUs; "custom": every dimension is set by its own flag. Elsewhere: model, model_name."""
     num_layers: Annotated[int | None, AtLeast(1, below=10_000), Resume.SHAPE] = None
     """Transformer blocks. None: the variant's. Upper bounds here and below are far above any model: they end what would
-    exhaust memory before it is reported. Elsewhere: num_hidden_layers, n_layers, n_layer."""
+    exhaust memory before it is reported. Elsewhere: num_hidden_layers, n_layers, n_layer, base_num_decoder_layers."""
     hidden_size: Annotated[int | None, AtLeast(1, below=2**20), Resume.SHAPE] = None
     """Width of the residual stream, a multiple of num_attention_heads unless head_dim is set. None: the variant's.
-    Elsewhere: dim, d_model, n_embd."""
+    Elsewhere: dim, d_model, n_embd, base_emb_dim."""
     intermediate_size: Annotated[int | None, AtLeast(1, below=2**22), Resume.SHAPE] = None
     """Width of the feed-forward layer; with a gated activation, gate and up projection each have this width. None: the
-    variant's. Elsewhere: ffn_hidden_size, hidden_dim, ffn_dim."""
+    variant's. Elsewhere: ffn_hidden_size, hidden_dim, ffn_dim, base_mlp_dim."""
     num_attention_heads: Annotated[int | None, AtLeast(1, below=2**16), Resume.SHAPE] = None
-    """Query heads. None: the variant's. Elsewhere: n_heads, n_head."""
+    """Query heads. None: the variant's. Elsewhere: n_heads, n_head, base_num_query_heads."""
     num_kv_heads: Annotated[int | None, AtLeast(1, below=2**16), Resume.SHAPE] = None
     """Key/value heads (grouped-query attention), a divisor of num_attention_heads. None: the variant's; for "custom",
-    num_attention_heads. Elsewhere: num_key_value_heads, num_query_groups, n_kv_heads."""
+    num_attention_heads. Elsewhere: num_key_value_heads, num_query_groups, n_kv_heads, base_num_kv_heads."""
     head_dim: Annotated[int | None, AtLeast(2, below=2**16), Resume.SHAPE] = None
     """Width of one head, an even number. None: hidden_size / num_attention_heads."""
     vocab_size: Annotated[int | None, AtLeast(1, below=2**24), Resume.SHAPE] = None
@@ -83,7 +83,8 @@ class Settings:
     norm_type: Annotated[Literal["rmsnorm", "layernorm"], Resume.FUNCTION] = "rmsnorm"
     """Normalization: "rmsnorm", or "layernorm" (subtracts the mean; with norm_bias, adds a bias)."""
     norm_eps: Annotated[float, Above(0), Resume.FUNCTION] = 1e-5
-    """Constant that a norm adds to the mean square or to the variance."""
+    """Constant that a norm adds to the mean square or to the variance. Elsewhere: rms_norm_eps, layernorm_epsilon,
+    normalization_layer_epsilon."""
     norm_bias: Annotated[bool, Needs("norm_type", "layernorm"), Resume.FUNCTION] = False
     """Add a bias in every norm."""
     qk_norm: Annotated[bool, Resume.FUNCTION] = False
@@ -109,7 +110,8 @@ class Settings:
     logit_softcap: Annotated[float, AtLeast(0), Resume.FUNCTION] = 0.0
     """Keep the logits below this in magnitude: logit_softcap x tanh(logit / logit_softcap) (Gemma 2: 30). 0: no cap."""
     tie_word_embeddings: Annotated[bool, Resume.STATE] = False
-    """Use the embedding as output head: one matrix, whose gradient is the sum of both uses. Elsewhere: tie_weights."""
+    """Use the embedding as output head: one matrix, whose gradient is the sum of both uses. Elsewhere: tie_weights,
+    logits_via_embedding."""
     position_embedding_type: Annotated[Literal["rope", "learned_absolute", "none"], Resume.FUNCTION] = "rope"
     """"rope", "learned_absolute" (a vector for each of max_position_embeddings positions, added to the embedding of the
     token) or "none" (only the causal mask depends on positions)."""
@@ -134,7 +136,7 @@ class Settings:
     hidden_dropout: Annotated[float, AtLeast(0, below=1)] = 0.0
     """Dropout probability of the embedding and of what attention and feed-forward layer add to the residual stream. The
     dropped values of all three dropouts are a function of (seed, step, row, token, channel): the same on every mesh and
-    after a resume. Validation and test have no dropout. Elsewhere: dropout."""
+    after a resume. Validation and test have no dropout. Elsewhere: dropout, dropout_rate."""
     attention_dropout: Annotated[float, AtLeast(0, below=1)] = 0.0
     """Dropout probability of the attention weights. Elsewhere: attn_dropout, dropout."""
     ffn_dropout: Annotated[float, AtLeast(0, below=1)] = 0.0
@@ -168,19 +170,19 @@ class Settings:
     sharding_group_size: Annotated[int, AtLeast(0), Needs("sharding_strategy", "hsdp")] = 0
     """Data-parallel ranks per sharding group of hsdp, a divisor of devices / (tensor_parallel_size x
     context_parallel_size). 0: those of one host, or of one TPU slice, whose chips have fast links across its hosts.
-    Elsewhere: data_parallel_shard_degree."""
+    Elsewhere: data_parallel_shard_degree, ici_fsdp_parallelism."""
     tensor_parallel_size: Annotated[int, AtLeast(1), COMMON] = 1
     """Devices that share every matrix product: heads, feed-forward channels and vocabulary are sharded over them, and
     activations are all-reduced twice per block. They are adjacent devices, best of one host. For models whose layers,
     or whose smallest batch, are too large for one device. A divisor of num_attention_heads and intermediate_size. 1:
-    none. Elsewhere: tensor_model_parallel_size, tensor_parallel_degree, tp, tp_size."""
+    none. Elsewhere: tensor_model_parallel_size, tensor_parallel_degree, tp, tp_size, ici_tensor_parallelism."""
     sequence_parallel: bool = False
     """With tensor_parallel_size above 1: between matrix products, the tokens of a row are sharded over the tensor ranks
     too, so that norms and residuals are neither stored nor computed more than once."""
     context_parallel_size: Annotated[int, AtLeast(1)] = 1
     """Devices that share the tokens of a row, for sequences whose activations are too large for one device; keys and
     values are all-gathered for attention. Parameters are sharded over them as over data-parallel ranks. 1: none.
-    Elsewhere: context_parallel_degree, cp, cp_size."""
+    Elsewhere: context_parallel_degree, cp, cp_size, ici_context_parallelism."""
     low_cpu_fsdp: Annotated[bool, Resume.FREE] = False
     """True: build the model on the meta device and create each shard in place, so that host memory grows by one
     parameter at a time. False: build the whole model in host memory first. The initial weights are the same. With every
@@ -222,7 +224,7 @@ class Settings:
     fsdp_activation_checkpointing: Annotated[bool, COMMON] = False
     """Recompute the activations of the blocks that selective_checkpointing chooses in the backward pass instead of
     storing them, with every sharding_strategy. Elsewhere: gradient_checkpointing, activation_checkpoint,
-    recompute_activations."""
+    recompute_activations, remat_policy."""
     selective_checkpointing: Annotated[str, BLOCKS, COMMON] = "1"
     """Blocks that are recomputed: an integer k (every k-th block; 1 is all) or a fraction between 0 and 1, such as
     "1/3" or "0.5" (that fraction of the blocks, evenly spaced and centred)."""
@@ -248,20 +250,20 @@ class Settings:
     """Peak learning rate. None: the optimizer's default, 3e-4 for adamw. Elsewhere: lr, max_lr."""
     adam_beta1: Annotated[float | None, AtLeast(0, below=1)] = None
     """Decay of the first moment, of optimizers that have one. None: the optimizer's default, 0.9 for adamw. Elsewhere:
-    beta1, betas."""
+    beta1, betas, adam_b1."""
     adam_beta2: Annotated[float | None, AtLeast(0, below=1)] = None
-    """Decay of the second moment. None: the optimizer's default, 0.95 for adamw. Elsewhere: beta2, betas."""
+    """Decay of the second moment. None: the optimizer's default, 0.95 for adamw. Elsewhere: beta2, betas, adam_b2."""
     optimizer_eps: Annotated[float | None, Above(0)] = None
     """Constant that is added to a denominator. None: the optimizer's default, 1e-8 for adamw. Elsewhere: adam_epsilon,
     adam_eps, eps."""
     weight_decay: Annotated[float | None, AtLeast(0), COMMON] = None
     """Weight decay: per unit of learning rate, or added to the gradient by optimizers whose source does so. None: the
-    optimizer's default, 0.1 for adamw."""
+    optimizer's default, 0.1 for adamw. Elsewhere: adam_weight_decay."""
     norm_weight_decay: bool = False
     """Decay norm weights and biases too."""
     grad_clip_thresh: Annotated[float, AtLeast(0)] = 1.0
     """Norm above which gradients are scaled down. 0: never. Elsewhere: max_grad_norm, gradient_clipping, clip_grad,
-    max_norm, gradient_clip_val, grad_clip."""
+    max_norm, gradient_clip_val, grad_clip, gradient_clipping_threshold."""
     grad_clip_norm_type: Annotated[float, AtLeast(1, special=0, below=5)] = 2.0
     """p of the p-norm over all gradients that is reported and clipped by. 0: the largest absolute value. The sum of
     higher powers than 4 leaves the range of fp32."""
@@ -278,10 +280,10 @@ class Settings:
     its own rule. Elsewhere: warmup_steps, warmup_iters, lr_warmup_iters, warmup."""
     lr_warmup_ratio: Annotated[float | None, AtLeast(0, below=1), Resume.RATE] = None
     """Warm-up as a fraction of the steps of the schedule; instead of lr_warmup_steps. Elsewhere: warmup_ratio,
-    lr_warmup_fraction."""
+    lr_warmup_fraction, warmup_steps_fraction."""
     lr_decay_steps: Annotated[int | None, AtLeast(1), Resume.RATE] = None
     """Optimizer steps of the schedule; later steps keep its last rate, unless the table of schedules says otherwise (of
-    constant: min_lr). None: num_steps. Elsewhere: lr_decay_iters."""
+    constant: min_lr). None: num_steps. Elsewhere: lr_decay_iters, learning_rate_schedule_steps."""
     lr_hold_steps: Annotated[int, AtLeast(0), Resume.RATE] = 0
     """Optimizer steps at the peak after the warm-up: wsd, and schedules whose names end in _hold."""
     lr_constant_steps: Annotated[int, AtLeast(0), Resume.RATE] = 0
@@ -296,7 +298,7 @@ class Settings:
     batch_size: Annotated[int, AtLeast(1, below=2**20), COMMON] = 2
     """Sequences per data-parallel rank in one forward and backward pass (the micro-batch). A rank is
     tensor_parallel_size x context_parallel_size devices. Elsewhere: micro_batch_size, local_batch_size,
-    per_device_train_batch_size."""
+    per_device_train_batch_size, per_device_batch_size."""
     global_batch_size: Annotated[int | None, AtLeast(1, below=2**24), COMMON] = None
     """Sequences per optimizer step over all devices, a multiple of batch_size x ranks; the quotient is the number of
     micro-batches. None: batch_size x ranks x gradient_accumulation_steps. Elsewhere: train_batch_size."""
@@ -305,7 +307,7 @@ class Settings:
     grad_accum."""
     seq_length: Annotated[int, AtLeast(1, below=2**28, special=0), COMMON] = 0
     """Length of a sequence in tokens. 0: the longest of the model, at most 4096. Elsewhere: seq_len, max_length,
-    max_seq_length, block_size, context_length."""
+    max_seq_length, block_size, context_length, max_target_length."""
     num_steps: Annotated[int, AtLeast(1), COMMON] = 1_000_000
     """Optimizer steps of the whole run; the learning rate schedule spans them. Elsewhere: max_steps, train_iters,
     steps."""
@@ -409,7 +411,7 @@ class Settings:
     folders, or a folder in Hugging Face's format (config.json and safetensors; weights only). Weights and optimizer
     state are loaded, and the step starts at 0 unless load_step is set. A path without such a checkpoint is an error,
     except ckpt_save_path itself, from which a first start has nothing to load. Elsewhere: resume_from_checkpoint,
-    initial_load_path, init_from, model_name_or_path, load."""
+    initial_load_path, init_from, model_name_or_path, load, load_parameters_path, load_full_state_path."""
     ckpt_save_path: Annotated[str, Resume.FREE, STORABLE] = ""
     """Folder of the checkpoints of this run, step_N each, local or s3://BUCKET/NAME or gs://BUCKET/NAME. Empty:
     <log_dir>/checkpoints. A checkpoint in it takes precedence over ckpt_load_path: the run continues. Object storage
@@ -417,7 +419,7 @@ class Settings:
     completed. Elsewhere: output_dir, dump_folder, out_dir, save_dir, checkpoint_dir."""
     checkpoint_interval: Annotated[int, AtLeast(0, special=-1), Resume.FREE, COMMON] = -1
     """Optimizer steps between checkpoints; the last step is always saved. 0: never save, not even on a signal. -1:
-    10000, or 0 with use_dummy_dataset. Elsewhere: save_steps, save_interval."""
+    10000, or 0 with use_dummy_dataset. Elsewhere: save_steps, save_interval, checkpoint_period."""
     keep_last_n_checkpoints: Annotated[int, AtLeast(0), Resume.FREE] = 0
     """Committed checkpoints to keep; older ones are removed after a save. 0: all. Elsewhere: save_total_limit,
     save_top_k, keep_latest_k."""
@@ -448,7 +450,7 @@ class Settings:
     """Folder of config.json, metrics.jsonl, tensorboard/, profile/. Empty: runs/<run_name>."""
     report_interval: Annotated[int, AtLeast(1), Resume.FREE, COMMON] = 100
     """Optimizer steps between reports (a progress line and a line of metrics.jsonl). The first and the last step are
-    always reported. Elsewhere: logging_steps, log_interval, log_freq, log_every_n_steps."""
+    always reported. Elsewhere: logging_steps, log_interval, log_freq, log_every_n_steps, log_period."""
     log_grad_norm: Annotated[bool, Resume.FREE] = True
     """Report the norm of the gradients before clipping. It costs nothing, because clipping needs it."""
     use_torch_compile: bool | None = None
