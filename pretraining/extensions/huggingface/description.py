@@ -44,6 +44,12 @@ FAMILIES = {
     ),
 }
 
+
+def is_gpt_neox(norm_type: object) -> bool:
+    """Return whether a model with these norms is of GPT-NeoX's family, which alone has layer norms."""
+    return norm_type == FAMILIES[GPT_NEOX].fields["norm_type"]
+
+
 # Keys that TrainConfig has under another name or the same: key -> field.
 DIMENSIONS = {
     "vocab_size": "vocab_size",

@@ -28,7 +28,13 @@ from pretraining.checkpoint.manifest import (
 from pretraining.config.errors import UserError
 from pretraining.config.variants import REQUIRED_OF_CUSTOM
 from pretraining.extensions.files import read_json
-from pretraining.extensions.huggingface.description import CONFIG, DIMENSIONS, ModelDescription, describes_model
+from pretraining.extensions.huggingface.description import (
+    CONFIG,
+    DIMENSIONS,
+    ModelDescription,
+    describes_model,
+    is_gpt_neox,
+)
 from pretraining.extensions.huggingface.gpt_neox import our_entries
 from pretraining.storage import Location, size_of
 
@@ -58,7 +64,7 @@ def open_huggingface(path: Location) -> Checkpoint:
         if missing := sorted(names - found[file].keys()):
             raise UnreadableError(f"{path / INDEX}: {file} does not contain {missing[0]}")
         tensors |= {name: found[file][name] for name in names}
-    if fields.get("norm_type") == "layernorm":
+    if is_gpt_neox(fields.get("norm_type")):
         tensors = our_entries(tensors, fields["num_attention_heads"])
     if fields.pop("tie_word_embeddings", False) and EMBEDDING in tensors:
         if HEAD in tensors and not _are_equal(path, tensors[HEAD], tensors[EMBEDDING]):

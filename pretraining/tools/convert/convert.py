@@ -53,7 +53,7 @@ from pretraining.extensions.checkpoints import (
     refuse_remote,
     separator_of,
 )
-from pretraining.extensions.huggingface.description import CONFIG, GPT_NEOX
+from pretraining.extensions.huggingface.description import CONFIG, GPT_NEOX, is_gpt_neox
 from pretraining.extensions.huggingface.folder import INDEX, SINGLE, is_huggingface
 from pretraining.extensions.huggingface.gpt_neox import fuse, their_names
 from pretraining.models.init import on_meta
@@ -238,7 +238,7 @@ def to_huggingface(
     separator = separator_of(checkpoint.facts, config, tokenizer_path)
     special_ids, tokenizer = export_tokenizer(tokenizer_path, config.bos_token, separator)
     adapter = _adapter_of(checkpoint)
-    if adapter and not adapter.is_merged and config.norm_type == "layernorm":  # GPT-NeoX's names differ: gpt_neox.py
+    if adapter and not adapter.is_merged and is_gpt_neox(config.norm_type):  # whose names differ: gpt_neox.py
         remedy = "--lora_load_path reads them, and for PEFT train with --lora_save_mode=merged"
         _print_note(f"adapters have Llama's names, and Hugging Face's GPT-NeoX has no such modules: {remedy}")
     if adapter and not config.saves_frozen:

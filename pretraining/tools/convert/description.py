@@ -15,6 +15,7 @@ from pretraining.extensions.huggingface.description import (
     GPT_NEOX,
     ROPE_FIELDS,
     ROPE_TYPES,
+    is_gpt_neox,
 )
 
 # Settings of Llama's that a family or an option may change.
@@ -68,7 +69,7 @@ def config_json(config: TrainConfig, dtype: str) -> dict[str, Any]:
 
 
 def _family_of(config: TrainConfig) -> str:
-    if config.norm_type == "layernorm":
+    if is_gpt_neox(config.norm_type):
         return GPT_NEOX
     options = {"qwen3": config.qk_norm, "qwen2": config.qkv_bias, "mistral": config.sliding_window}
     return next((family for family, is_set in options.items() if is_set), "llama")

@@ -19,6 +19,7 @@ from torch import Tensor
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import ModelShape, model_shape
+from pretraining.extensions.huggingface.description import is_gpt_neox
 
 Ranks = Sequence[Tensor]
 COPIES_DIFFER = 0.3  # of their norm; two heads that are no copies of one another differ by 1.4
@@ -180,7 +181,7 @@ def key_by_value(shape: ModelShape) -> Placement:
 def huggingface(config: TrainConfig) -> tuple[TensorRule, ...]:
     """Names of transformers, GPT-NeoX's after gpt_neox.our_name, which alone has the order of heads."""
     fused = TensorRule(r"self_attn\.qkv_proj\.(\w+)", QKV, by_head(model_shape(config)))
-    return (*([fused] if config.norm_type == "layernorm" else []), TensorRule(r"(.*)", (r"\1",), REPLICATED))
+    return (*([fused] if is_gpt_neox(config.norm_type) else []), TensorRule(r"(.*)", (r"\1",), REPLICATED))
 
 
 def neox(config: TrainConfig, queries: Callable[[ModelShape], Placement] = by_head) -> tuple[TensorRule, ...]:
