@@ -50,7 +50,9 @@ class Profiler(Watcher):
             self._run.print(f"trace written to {self._folder}")
 
     def close(self) -> None:
-        """Say that a trace which has begun is not written."""
+        """Say that a trace which has begun is not written, and record no more of the memory."""
         if self._stop:
+            if self._config.memory_profiling:
+                torch.cuda.memory._record_memory_history(enabled=None)
             steps = f"steps {self._first} to {self._last}"
             self._run.print(f"no trace written: the run ended within {steps}; set a later --profile_start_step")
