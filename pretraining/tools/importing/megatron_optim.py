@@ -133,7 +133,8 @@ def _share(field: str) -> KeyMapping:
 def _warmup(value: Any, source: ForeignConfig) -> Conversion:
     """A run may end in its warm-up; ours is part of the schedule."""
     steps = source.steps("trainer.max_steps", -1)
-    if is_integer(value) and value >= steps > 0 and source.get(f"{SCHED}max_steps") is None:
+    is_given = source.has_flag("lr_warmup_steps", "lr_warmup_ratio")
+    if not is_given and is_integer(value) and value >= steps > 0 and source.get(f"{SCHED}max_steps") is None:
         return implied(f"max_steps={steps} ends in it", lr_warmup_steps=value, lr_decay_steps=value + 1)
     return _unless_zero("lr_warmup_steps").convert(value, source)
 
@@ -141,12 +142,13 @@ def _warmup(value: Any, source: ForeignConfig) -> Conversion:
 def _constant(value: Any, source: ForeignConfig) -> Conversion:
     """Steps at min_lr at the end, which in files that were shortened are more than there are after the warm-up."""
     conversion = _unless_zero("lr_constant_steps").convert(value, source)
-    steps, warmup = source.steps("trainer.max_steps", -1), source.integer(f"{SCHED}warmup_steps", 0)
+    steps = source.steps("trainer.max_steps", -1)
+    warmup = source.integer_flag("lr_warmup_steps") or source.integer(f"{SCHED}warmup_steps", 0)
     if not conversion.values or not is_integer(value) or steps < 1 or value < steps - warmup:
         return conversion
     falls = "leaves no cosine: the rate falls to min_lr after the warm-up, as in NeMo"
     if warmup < 1 or steps - warmup < 2:
-        return unsupported_value(f"{falls}; give fewer, or raise max_steps")
+        return unsupported_value(f"{falls}; give --lr_constant_steps=0, or more steps", lr_constant_steps=value)
     return implied(falls, lr_constant_steps=steps - warmup - 1)  # of a cosine of one step, whose rate is the peak
 
 
