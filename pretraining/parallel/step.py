@@ -152,8 +152,7 @@ class OptimizerStep(ABC):
     def _count(self, is_healthy: Tensor) -> Tensor:
         """Count this step; return whether it may be applied: after max_skipped_steps refusals none may be."""
         steps, refused, first = self.counters.unbind()
-        steps = steps + 1
-        refused = refused + (~is_healthy).float()
+        steps, refused = steps + 1, refused + (~is_healthy).float()
         first = torch.where((first == 0) & ~is_healthy, steps, first)
         self.counters.copy_(torch.stack((steps, refused, first)))
         return is_healthy & (refused <= self.config.max_skipped_steps)
@@ -209,6 +208,7 @@ class OptimizerStep(ABC):
     def finish_loading(self, restart_optimizer: bool) -> None:
         """Complete the state after a load has filled it. See engine.TrainingState.commit."""
         if restart_optimizer:
+            self.optimizer.updates.zero_()  # what was there before the load may have counted some
             for parameter in self.optimizer.parameters:
                 parameter.initialize_moments(self._initial_moment)  # some rules start from a copy of the weight
         self.round_copies()

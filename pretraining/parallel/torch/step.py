@@ -186,10 +186,10 @@ class TorchStep(OptimizerStep):
 
     @torch.no_grad()
     def finish_loading(self, restart_optimizer: bool) -> None:
-        """See OptimizerStep. The checkpoint has filled one of the fused kernel's counters."""
+        """See OptimizerStep. The load has set one of the fused kernel's counters."""
+        super().finish_loading(restart_optimizer)
         for counter in self._updates.values():
             counter.copy_(self.optimizer.updates)
-        super().finish_loading(restart_optimizer)
 
 
 def total_norm(tensors: Iterable[Tensor], order: float, device: torch.device) -> Tensor:
