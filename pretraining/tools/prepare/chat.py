@@ -141,7 +141,11 @@ class ChatTemplate:
         """
         messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
         text = self._text(messages, False, more)
-        for number, content in enumerate(message.get("content") for message in messages):
+        for number, message in enumerate(messages):
+            content, is_trained = message.get("content"), number >= first and message["role"] == "assistant"
+            if is_trained and message.get("weight") == 0 and "weight" not in self._source.text:  # OpenAI's: not trained
+                problem = f"message {number} has weight 0, which {self._source.origin} does not read"
+                raise UserError(f"{problem}: give the messages up to it as prompt, and those that follow as completion")
             if isinstance(content, list | dict) and str(content) in text:
                 problem = f"the content of message {number} is a {type(content).__name__}, which {self._source.origin}"
                 raise UserError(f"{problem} writes as it is: join its texts, or give a template that reads its parts")

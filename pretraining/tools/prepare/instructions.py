@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Rows that are filled at the same time. Of lengths drawn like those of chats, 64 leave 1 % of the tokens to padding.
 _WINDOW = 64
 LONGER = ("refuse", "split", "drop")
-_WHO = ("role", "name")  # of a message, whose other fields are what it says
+_WHO = ("role", "name", "id", "weight")  # of a message, whose other fields are what it says
 
 
 class InstructionOptions(NamedTuple):

@@ -267,9 +267,10 @@ def test_a_chat_has_the_tokens_of_a_prompt_where_a_model_adds_a_space_to_a_text(
             "of messages, assistant's, has neither content nor tool_c",
         ),
         (
-            {"prompt": CHAT, "completion": [{**EMPTY, "name": "model"}]},
+            {"prompt": CHAT, "completion": [{**EMPTY, "name": "model", "id": "m1", "weight": 1}]},
             "message 0 of completion, assistant's, has neither content nor tool_c",
         ),
+        ({"messages": [*CHAT[:-1], CHAT[-1] | {"weight": 0}]}, "message 4 has weight 0, which .* does not read: give"),
         ({"messages": CHAT, "tools": "f()"}, "tools is not a list of objects"),
         ({"messages": CHAT, "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs is not followed"),
     ],
