@@ -119,12 +119,12 @@ class Checkpoints:
         """Save `state`, or start to: with async_checkpointing it may change as soon as this returns.
 
         asked: by a signal or the clock, which save to `folder` after any step. Does nothing if checkpoint_interval is 0
-        or the step is saved already. A failed save is printed; ckpt_max_failures in a row to `folder` raise
-        SaveFailedError.
+        or the step is saved already, there if asked. A failed save is printed; ckpt_max_failures in a row to `folder`
+        raise SaveFailedError.
         """
         self.wait()
         step = facts.step
-        if not self._config.checkpoint_interval or step == self.newest:
+        if not self._config.checkpoint_interval or (step == self.newest and not (asked and self.saved_to)):
             return
         began = time.perf_counter()
         self.saved_to = place = None if asked or self._config.saves_at(step) else self._place(step)

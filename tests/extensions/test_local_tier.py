@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pretraining.checkpoint.checkpoints import SaveFailedError
+from pretraining.checkpoint.checkpoints import Checkpoints, SaveFailedError
 from pretraining.checkpoint.folder import find_checkpoints
 from pretraining.checkpoint.manifest import open_checkpoint, write_commit
 from pretraining.checkpoint.restoring import check_starting_point
@@ -23,7 +23,7 @@ from pretraining.extensions.checkpoints import newest_checkpoint
 from pretraining.extensions.local_tier import EXTENSION
 from pretraining.run.configure import start_checks_of
 from pretraining.run.start import parameter_shapes
-from tests.checkpoint.small_run import small_config, train
+from tests.checkpoint.small_run import facts_of, open_run, small_config, train
 from tests.faults.damage import flip_bit_at
 from tests.processes import ROOT, run_together
 
@@ -72,6 +72,15 @@ def test_a_start_takes_the_newest_step_of_both_places_and_one_is_kept_locally(tm
     assert [list(losses) for losses in done] == [[1, 2, 3], [4], [5, 6], [7, 8]]
     assert {step: loss for losses in done for step, loss in losses.items()} == whole
     assert names(folder / "local") == ["step_7"]
+
+
+def test_what_a_host_alone_has_is_saved_elsewhere_when_a_signal_asks_for_it(tmp_path: Path) -> None:
+    config = small_config(tmp_path, **settings(tmp_path))
+    trainee, checkpoints = open_run(config), Checkpoints(config, tmp_path)
+    for asked in (False, True, True):
+        checkpoints.save(trainee.state(), facts_of(config, 3), asked=asked)
+    checkpoints.close()
+    assert names(tmp_path / "local") == names(tmp_path / "checkpoints") == ["step_3"]
 
 
 def test_a_corrupt_local_checkpoint_is_one_line_and_the_run_continues_from_the_other_place(
