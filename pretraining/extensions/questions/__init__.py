@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def read_tasks(config: QuestionsConfig) -> None:
     """Raise UserError if a file of questions cannot be asked."""
-    if config.eval_interval:
+    if config.eval_interval and config.eval_tasks and config.tokenizer_path:  # what is not set is asked for by checks
         from pretraining.extensions.questions.choices import tasks_of
 
         tasks_of(config, report=lambda note: None)  # the watcher prints it
