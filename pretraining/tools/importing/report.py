@@ -92,7 +92,7 @@ def as_text(result: ImportResult, report: Mapping[str, Any]) -> str:
             lines += [f"{heading}{origin}:", *rows] if rows else []
     lines += ["Settings that differ from this recipe's defaults:", *describe_differences(result.config)]
     rates = ", ".join(f"{rate:.6g} at {step}" for step, rate in report["learning_rate"].items())
-    size = f"{report['parameters']:,} parameters" if report["parameters"] else "parameters unknown: give --vocab_size"
+    size = f"{report['parameters']:,} parameters" if report["parameters"] else "parameters unknown without --vocab_size"
     lines += [f"{size}; learning rate {rates or 'unknown'} (updates from 0)"]
     lines += [f"warning: {problem.subject}: {problem.remedy}" for problem in result.warnings]
     parts = ", ".join(f"{count} {status}" for status, count in counts.items())
