@@ -12,12 +12,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from pretraining.config.declaration import Setting, settings_of
-from pretraining.config.errors import Problem
+from pretraining.config.errors import Problem, UserError
 from pretraining.config.extension import FileFlags
 from pretraining.config.flags import first_rank, is_script_setting, read_values
 from pretraining.config.grammar import without_credentials
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import Check
+from pretraining.tools.importing.formats import FORMATS, format_by_own_keys
 from pretraining.tools.importing.model_file import ModelFlags, find_config_json, model_flags
 from pretraining.tools.importing.reading import read_mapping
 from pretraining.tools.importing.report import as_data, as_text, describe_differences, write_report
@@ -86,6 +87,8 @@ def _read_config_file(flags: Mapping[str, object]) -> FileFlags:
     if not path:
         return FileFlags({}, {}, [])
     tree = read_mapping(Path(path))
+    if name := format_by_own_keys(tree):
+        raise UserError(f"--config_file={path}: is a file of {FORMATS[name].title}: use --import_config")
     sections = {name: value for name, value in tree.items() if isinstance(value, dict)}
     values = {name: value for name, value in tree.items() if name not in ("config_file", *sections)}
     for section in sections.values():

@@ -93,11 +93,8 @@ def _open_nemo(tree: dict[str, Any], path: Path, format_: TrainerFormat, flags: 
 def format_of(trees: Sequence[Mapping[str, Any]], paths: Sequence[str]) -> str:
     """Return the name of the format, by the keys that only one of them has, in any of the files."""
     for tree in trees:
-        model = tree.get("model") or (tree.get(STAGE) or {}).get("model")
-        if "distributed_strategy" in tree:
-            return "nxdt"
-        if isinstance(model, dict) and "micro_batch_size" in model:
-            return "nemo"
+        if name := format_by_own_keys(tree):
+            return name
         if "num_layers" in {str(key).replace("-", "_") for key in tree}:
             return "neox"
         if is_description(tree):
@@ -105,6 +102,18 @@ def format_of(trees: Sequence[Mapping[str, Any]], paths: Sequence[str]) -> str:
     keys = "distributed_strategy (nxdt), model.micro_batch_size (nemo) or a top-level num_layers (neox)"
     remedy = "set --import_format, or give flags for the file of another trainer: --help=NAME finds them by its names"
     raise UserError(f"{','.join(paths)}: the format is unknown because there is no {keys}; {remedy}")
+
+
+def format_by_own_keys(tree: Mapping[str, Any]) -> str:
+    """Return the name of a format by keys that no configuration of this recipe has; "" without them."""
+    stage = tree.get(STAGE)
+    model = tree.get("model") or (stage.get("model") if isinstance(stage, dict) else None)
+    if "distributed_strategy" in tree:
+        return "nxdt"
+    if isinstance(model, dict) and "micro_batch_size" in model:
+        return "nemo"
+    names = {str(key).replace("-", "_") for key in tree}
+    return "neox" if names & {"pipe_parallel_size", "train_micro_batch_size_per_gpu"} else ""
 
 
 def _open_neox(trees: Sequence[Mapping[str, Any]], paths: Sequence[str], flags: Mapping[str, object]) -> ForeignConfig:

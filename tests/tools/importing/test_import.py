@@ -400,6 +400,9 @@ UNINDENTED = tree("nxdt", {"model.optim.sched": None, "model.optim.warmup_steps"
         ("import_config", CONTRADICTING, "model.encoder_seq_length=32  contradicts data.seq_length=64"),
         ("import_config", UNINDENTED, "indent model.optim.warmup_steps under it"),
         ("model_config_path", {**LLAMA, "hidden_sise": 32}, "hidden_sise=32"),
+        *(("config_file", tree(kind), f"file of {FORMATS[kind].title}: use --import_config") for kind in KINDS),
+        ("config_file", {"training": "x"}, r"--training=x +no such flag"),
+        ("import_config", {"training": "x"}, "format is unknown"),
     ],
 )
 def test_a_file_that_cannot_be_followed_is_refused(flag: str, node: Any, words: str, tmp_path: Path) -> None:
