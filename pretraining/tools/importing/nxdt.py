@@ -77,10 +77,12 @@ def _model_config(value: Any, source: ForeignConfig) -> Conversion:
     return mapped(model_config_path=str(path))
 
 
-def _rows(value: Any, _: ForeignConfig) -> Conversion:
+def _rows(value: Any, source: ForeignConfig) -> Conversion:
     if str(value).endswith(_TEXT):
         return differs(f"{megatron.PREPARED}: --data_path")
     note = "rows are packed already, and read in their order, as NxD Training reads them"
+    if source.has_flag("data_path"):
+        note += "; for data of prepare give --col_name=tokens --sep_token=None --shuffle=shards, too"
     return implied(note, data_path=value, col_name="input_ids", sep_token=-1, shuffle="none")
 
 
