@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import signal
+import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +20,12 @@ pytest.importorskip("pretraining.extensions.held_out")
 pytest.importorskip("pretraining.extensions.questions")
 pytest.importorskip("pretraining.extensions.tokenizers")
 
-from main_training import CONFIGURATION
-from pretraining import TrainConfig, train
+from main_training import CONFIGURATION, EXTENSIONS, train
+from pretraining import TrainConfig
 from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.store import is_weight
+from pretraining.config.extension import Extension, Watcher
 from pretraining.data import IGNORED, open_stream
 from pretraining.extensions.checkpoints import read_tensors
 from pretraining.extensions.held_out.figures import HeldOut, held_out_figures
@@ -150,6 +155,37 @@ def test_other_meshes_and_engines_report_the_same_figures(
         assert other.keys() == alone.keys()
         for name, value in alone.items():
             assert other[name] == pytest.approx(value, rel=1e-4), name
+
+
+class Stop(Watcher):
+    """Sends SIGTERM after a step, before what follows it."""
+
+    def __init__(self, step: int, _: object) -> None:
+        self._step = step
+
+    def after_step(self, step: int) -> None:
+        if step == self._step:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)  # a thread takes note of it
+
+
+@pytest.mark.slow
+def test_a_signal_ends_a_validation_which_the_next_start_makes(runs: Runs, tmp_path: Path) -> None:
+    flags = {**runs.flags, "val_interval": 2, "test_steps": 1, "checkpoint_interval": 10}
+    flags |= {"test_data_path": flags["valid_data_path"], "eval_tasks": "", "eval_interval": 0}
+    whole = train({**flags, "log_dir": tmp_path / "whole"}).records
+    for step in (2, 4):
+        stop = Extension(watch=partial(Stop, step))
+        stopped = train({**flags, "log_dir": tmp_path}, extensions=(stop, *EXTENSIONS))
+        assert stopped.code == 128 + signal.SIGTERM
+        kinds = [[record["step"] for record in stopped.records if kind in record] for kind in ("loss", "val_loss")]
+        assert kinds == [list(range(1, step + 1)), [2] if step == 4 else []]
+    ended = train({**flags, "log_dir": tmp_path})
+    assert ended.code == 0
+    for kind in ("loss", "val_loss", "test_loss"):
+        expected, actual = ([(record["step"], record[kind]) for record in of if kind in record]
+                            for of in (whole, ended.records))  # fmt: skip
+        assert actual == expected
 
 
 @pytest.mark.slow

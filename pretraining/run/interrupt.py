@@ -87,7 +87,8 @@ class Interrupt:
         # gloo on every engine: an asynchronous all-reduce of one number, for which no device waits.
         self._group = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo") if processes > 1 else None
         self._pending: tuple[torch.Tensor, dist.Work] | None = None  # the all-reduce of the last call
-        self.is_compiling = False  # set by the loop: no step ends for long
+        # The loop says that no step ends for long; a watcher, that it left its work for a signal: no step may follow.
+        self.is_compiling = self.is_leaving = False
         self._pipe, write_end = os.pipe()
         os.set_blocking(write_end, False)
         self._earlier_descriptor = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)

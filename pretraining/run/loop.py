@@ -78,7 +78,7 @@ def _run_steps(run: TrainingRun, batches: Prefetcher, reports: Reports) -> int:
     for step in range(run.start_step + 1, config.num_steps + 1):
         is_first = begins_rows(run, step)
         compiles = is_first or _changes_size(run, step)
-        if code := _left_before(run, compiles, result, skipped):
+        if code := _left_before(run, compiles or interrupt.is_leaving, result, skipped):
             return code
         run.watchdog.expect(first=compiles)
         run.account.begin("compile" if is_first else "train")
@@ -120,7 +120,7 @@ def _run_steps(run: TrainingRun, batches: Prefetcher, reports: Reports) -> int:
         if agreed.ends and step < config.num_steps:
             run.print(f"stopped: {interrupt.clock.reason}")
             return TIME_IS_UP
-    return FINISHED
+    return _left_before(run, interrupt.is_leaving, result, skipped) or FINISHED
 
 
 def _check_watchers(run: TrainingRun) -> None:
@@ -150,7 +150,8 @@ def _prepare_first_step(run: TrainingRun) -> int:
 def _left_before(run: TrainingRun, compiles: bool, last: StepResult | None, known: int) -> int:
     """Return the exit code after a signal, because of which a step that compiles is not begun; 0: none came.
 
-    The steps before it are saved. last: the result of the last one, if this process made any. known: see _may_continue.
+    Nor is any step after a watcher that left its work for it. The steps before it are saved. last: the result of the
+    last one, if this process made any. known: see _may_continue.
     """
     run.interrupt.is_compiling = compiles
     number = run.interrupt.agreed_now() if compiles else 0

@@ -18,6 +18,10 @@ from pretraining.run.reports import gather_from_data_ranks
 from pretraining.run.training_run import TrainingRun
 
 
+class LeftError(Exception):
+    """A signal came in a validation, which would take the time that is left for the save. The next start makes it."""
+
+
 class Validation(Watcher):
     """Validates every val_interval steps, and tests once."""
 
@@ -39,8 +43,10 @@ class Validation(Watcher):
                 run.trainee.evaluate(run.streams[part].batch(0)).read()
 
     def before_step(self, step: int) -> None:
-        """Validate before the first step of all, if that is asked for."""
+        """Validate before the first step of all, if that is asked for, and where a signal ended a validation."""
         config = cast(HeldOutConfig, self._run.config)
+        if step == self._run.start_step + 1:
+            self._make_up()
         if step == 1 and "valid" in self._run.streams and config.val_sanity_steps:
             self._evaluate(0, "valid", config.val_steps if config.val_sanity_steps == -1 else config.val_sanity_steps)
 
@@ -55,33 +61,49 @@ class Validation(Watcher):
 
     def finish(self) -> None:
         """Test, unless an earlier process of this run has written the result."""
+        self._make_up()
+        if "test" in self._run.streams and not self._has("test"):
+            self._evaluate(self._run.step, "test", self._run.config.test_steps)
+
+    def _make_up(self) -> None:
+        """Validate after the last step that was made, if that is due and a signal ended it."""
+        if self.waits_after(self._run.step) and not self._has("val"):
+            self._evaluate(self._run.step, "valid", self._run.config.val_steps)
+
+    def _has(self, name: str) -> bool:
+        """Return whether metrics.jsonl has the figures of the last step that was made; the same in every process."""
         run = self._run
-        if "test" not in run.streams:
-            return
-        tested = [bool(run.metrics and has_test(run.metrics.records(), run.step))]
+        found = [bool(run.metrics and has_figures(run.metrics.records(), name, run.step))]
         if run.engine.process_count > 1:
-            dist.broadcast_object_list(tested, src=0)
-        if not tested[0]:
-            self._evaluate(run.step, "test", run.config.test_steps)
+            dist.broadcast_object_list(found, src=0)
+        return found[0]
 
     def _evaluate(self, step: int, part: str, steps: int) -> None:
         """Report losses over the first `steps` batches (-1: all) of a held-out part; training is not affected."""
         run, stream, name = self._run, self._run.streams[part], "val" if part == "valid" else part
         began, batches = time.perf_counter(), batches_of(stream, steps)
         assert run.config.global_batch_size
-        with run.account.spending("validation"), run.heartbeat(f"running {batches} batches of {part} data"):
-            groups = batches_by_dataset(stream, batches, run.config.global_batch_size)
-            sums = {dataset: self._sums(stream, chosen) for dataset, chosen in groups.items()}
-        run.watchdog.rest()
+        try:
+            with run.account.spending("validation"), run.heartbeat(f"running {batches} batches of {part} data"):
+                groups = batches_by_dataset(stream, batches, run.config.global_batch_size)
+                sums = {dataset: self._sums(stream, chosen, name == "val") for dataset, chosen in groups.items()}
+        except LeftError:
+            run.interrupt.is_leaving = True
+            run.print(f"the validation after step {step} is left")
+            return
+        finally:
+            run.watchdog.rest()
         figures = held_out_figures(name, sums)
         record = {"step": step, **figures, f"{name}_seconds": time.perf_counter() - began}
         run.report(record, evaluation_line(record, run.config.num_steps))
 
-    def _sums(self, stream: Stream, groups: list[Sequence[int]]) -> HeldOut:
-        """Return the sums over the sequences of one dataset, a global batch at a time."""
+    def _sums(self, stream: Stream, groups: list[Sequence[int]], may_leave: bool) -> HeldOut:
+        """Return the sums over the sequences of one dataset, a global batch at a time. Raises LeftError, if it may."""
         run, loss, tokens = self._run, 0.0, 0.0
         counts: list[int | None] = []  # bytes of the rows of this process
         for number, sequences in enumerate(groups):
+            if may_leave and run.interrupt.agreed_now():
+                raise LeftError
             run.watchdog.expect(first=not number)
             batch = stream.batch_of(sequences)
             figures = run.trainee.evaluate(batch).read()
@@ -136,6 +158,6 @@ def batches_by_dataset(stream: Stream, batches: int, rows: int) -> dict[str, lis
     }
 
 
-def has_test(records: Iterable[Mapping[str, Any]], step: int) -> bool:
-    """Return whether metrics.jsonl has the test result of this step."""
-    return any("test_loss" in record and record["step"] == step for record in records)
+def has_figures(records: Iterable[Mapping[str, Any]], name: str, step: int) -> bool:
+    """Return whether metrics.jsonl has the result of this step. name: "val" or "test"."""
+    return any(f"{name}_seconds" in record and record["step"] == step for record in records)
