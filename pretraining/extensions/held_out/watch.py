@@ -29,7 +29,7 @@ class Validation(Watcher):
         self._run = run
 
     def prepare(self) -> None:
-        """Compile the evaluation before the first step, not in mid-run."""
+        """Compile the evaluation before the first step, not in mid-run; make the validation that a signal ended."""
         run = self._run
         for part in (part for part in run.streams if part != "train"):
             name, config = "val" if part == "valid" else part, cast(HeldOutConfig, run.config)
@@ -41,12 +41,11 @@ class Validation(Watcher):
                 run.print(note)
             with run.heartbeat(f"{run.first} the first batch of {part} data"):
                 run.trainee.evaluate(run.streams[part].batch(0)).read()
+        self._make_up()
 
     def before_step(self, step: int) -> None:
-        """Validate before the first step of all, if that is asked for, and where a signal ended a validation."""
+        """Validate before the first step of all, if that is asked for."""
         config = cast(HeldOutConfig, self._run.config)
-        if step == self._run.start_step + 1:
-            self._make_up()
         if step == 1 and "valid" in self._run.streams and config.val_sanity_steps:
             self._evaluate(0, "valid", config.val_steps if config.val_sanity_steps == -1 else config.val_sanity_steps)
 
