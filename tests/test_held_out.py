@@ -170,19 +170,20 @@ class Stop(Watcher):
 
 
 @pytest.mark.slow
-def test_a_signal_ends_a_validation_which_the_next_start_makes(runs: Runs, tmp_path: Path) -> None:
-    flags = {**runs.flags, "val_interval": 2, "test_steps": 1, "checkpoint_interval": 10}
-    flags |= {"test_data_path": flags["valid_data_path"], "eval_tasks": "", "eval_interval": 0}
+def test_a_signal_ends_what_follows_a_step_and_the_next_start_makes_it(runs: Runs, tmp_path: Path) -> None:
+    flags = {**runs.flags, "val_interval": 2, "eval_interval": 2, "test_steps": 1, "checkpoint_interval": 10}
+    flags["test_data_path"] = flags["valid_data_path"]
     whole = train({**flags, "log_dir": tmp_path / "whole"}).records
     for step in (2, 4):
         stop = Extension(watch=partial(Stop, step))
         stopped = train({**flags, "log_dir": tmp_path}, extensions=(stop, *EXTENSIONS))
         assert stopped.code == 128 + signal.SIGTERM
-        kinds = [[record["step"] for record in stopped.records if kind in record] for kind in ("loss", "val_loss")]
-        assert kinds == [list(range(1, step + 1)), [2] if step == 4 else []]
+        for kind in ("val_loss", "eval_acc/words"):
+            assert [record["step"] for record in stopped.records if kind in record] == [2] * (step == 4)
+        assert [record["step"] for record in stopped.records if "loss" in record] == list(range(1, step + 1))
     ended = train({**flags, "log_dir": tmp_path})
     assert ended.code == 0
-    for kind in ("loss", "val_loss", "test_loss"):
+    for kind in ("loss", "val_loss", "eval_acc/words", "test_loss"):
         expected, actual = ([(record["step"], record[kind]) for record in of if kind in record]
                             for of in (whole, ended.records))  # fmt: skip
         assert actual == expected

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
-
-import torch.distributed as dist
+from collections.abc import Sequence
+from typing import cast
 
 from pretraining.config.errors import counted
 from pretraining.config.extension import Watcher
 from pretraining.data.stream import Stream
+from pretraining.extensions.between_steps import has_figures, leave_after_signal, until_signal
 from pretraining.extensions.held_out import HeldOutConfig
 from pretraining.extensions.held_out.figures import HeldOut, evaluation_line, held_out_figures
 from pretraining.extensions.milestones import validates_at
 from pretraining.run.reports import gather_from_data_ranks
 from pretraining.run.training_run import TrainingRun
-
-
-class LeftError(Exception):
-    """A signal came in a validation, which would take the time that is left for the save. The next start makes it."""
 
 
 class Validation(Watcher):
@@ -61,48 +56,34 @@ class Validation(Watcher):
     def finish(self) -> None:
         """Test, unless an earlier process of this run has written the result."""
         self._make_up()
-        if "test" in self._run.streams and not self._has("test"):
+        if "test" in self._run.streams and not has_figures(self._run, "test_seconds"):
             self._evaluate(self._run.step, "test", self._run.config.test_steps)
 
     def _make_up(self) -> None:
         """Validate after the last step that was made, if that is due and a signal ended it."""
-        if self.waits_after(self._run.step) and not self._has("val"):
+        if self.waits_after(self._run.step) and not has_figures(self._run, "val_seconds"):
             self._evaluate(self._run.step, "valid", self._run.config.val_steps)
-
-    def _has(self, name: str) -> bool:
-        """Return whether metrics.jsonl has the figures of the last step that was made; the same in every process."""
-        run = self._run
-        found = [bool(run.metrics and has_figures(run.metrics.records(), name, run.step))]
-        if run.engine.process_count > 1:
-            dist.broadcast_object_list(found, src=0)
-        return found[0]
 
     def _evaluate(self, step: int, part: str, steps: int) -> None:
         """Report losses over the first `steps` batches (-1: all) of a held-out part; training is not affected."""
         run, stream, name = self._run, self._run.streams[part], "val" if part == "valid" else part
         began, batches = time.perf_counter(), batches_of(stream, steps)
         assert run.config.global_batch_size
-        try:
+        with until_signal(run, f"the validation after step {step}"):
             with run.account.spending("validation"), run.heartbeat(f"running {batches} batches of {part} data"):
                 groups = batches_by_dataset(stream, batches, run.config.global_batch_size)
                 sums = {dataset: self._sums(stream, chosen, name == "val") for dataset, chosen in groups.items()}
-        except LeftError:
-            run.interrupt.is_leaving = True
-            run.print(f"the validation after step {step} is left")
-            return
-        finally:
             run.watchdog.rest()
-        figures = held_out_figures(name, sums)
-        record = {"step": step, **figures, f"{name}_seconds": time.perf_counter() - began}
-        run.report(record, evaluation_line(record, run.config.num_steps))
+            record = {"step": step, **held_out_figures(name, sums), f"{name}_seconds": time.perf_counter() - began}
+            run.report(record, evaluation_line(record, run.config.num_steps))
 
     def _sums(self, stream: Stream, groups: list[Sequence[int]], may_leave: bool) -> HeldOut:
         """Return the sums over the sequences of one dataset, a global batch at a time. Raises LeftError, if it may."""
         run, loss, tokens = self._run, 0.0, 0.0
         counts: list[int | None] = []  # bytes of the rows of this process
         for number, sequences in enumerate(groups):
-            if may_leave and run.interrupt.agreed_now():
-                raise LeftError
+            if may_leave:
+                leave_after_signal(run)
             run.watchdog.expect(first=not number)
             batch = stream.batch_of(sequences)
             figures = run.trainee.evaluate(batch).read()
@@ -155,8 +136,3 @@ def batches_by_dataset(stream: Stream, batches: int, rows: int) -> dict[str, lis
         for name, part in stream.by_dataset(batches).items()
         if len(part)
     }
-
-
-def has_figures(records: Iterable[Mapping[str, Any]], name: str, step: int) -> bool:
-    """Return whether metrics.jsonl has the result of this step. name: "val" or "test"."""
-    return any(f"{name}_seconds" in record and record["step"] == step for record in records)
