@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +35,8 @@ from pretraining.extensions.tokenizers.tokenizer import open_tokenizer
 from pretraining.extensions.tokenizers.tokenizer import train as train_tokenizer
 from pretraining.models.llama import BatchInputs, Llama
 from pretraining.monitor.metrics import read_metrics
+from pretraining.parallel.engine import Batch, StepResult
+from pretraining.run.training_run import TrainingRun
 from pretraining.tools.evaluate import Scorer, main
 from pretraining.tools.generate import load_model
 from tests.data.corpora import corpus
@@ -158,29 +161,42 @@ def test_other_meshes_and_engines_report_the_same_figures(
 
 
 class Stop(Watcher):
-    """Sends SIGTERM after a step, before what follows it."""
+    """Sends SIGTERM after a step, before what follows it, or in a batch of an evaluation, by its number."""
 
-    def __init__(self, step: int, _: object) -> None:
+    def __init__(self, step: int, number: int, run: TrainingRun) -> None:
         self._step = step
+        evaluate, numbers = run.trainee.evaluate, count(1)
+
+        def evaluate_batch(batch: Batch) -> StepResult:
+            if next(numbers) == number:
+                terminate()
+            return evaluate(batch)
+
+        run.trainee.evaluate = evaluate_batch  # type: ignore[method-assign]
 
     def after_step(self, step: int) -> None:
         if step == self._step:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.5)  # a thread takes note of it
+            terminate()
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.5)  # a thread takes note of it
 
 
 @pytest.mark.slow
 def test_a_signal_ends_what_follows_a_step_and_the_next_start_makes_it(runs: Runs, tmp_path: Path) -> None:
-    flags = {**runs.flags, "val_interval": 2, "eval_interval": 2, "test_steps": 1, "checkpoint_interval": 10}
-    flags["test_data_path"] = flags["valid_data_path"]
+    flags = {**runs.flags, "val_interval": 2, "eval_interval": 2, "test_steps": 4, "checkpoint_interval": 10}
+    flags |= {"test_data_path": flags["valid_data_path"], "val_sanity_steps": -1, "val_steps": 4}
     whole = train({**flags, "log_dir": tmp_path / "whole"}).records
-    for step in (2, 4):
-        stop = Extension(watch=partial(Stop, step))
+    # In the validation before the first step; after two steps; in the validation, and in the test, of a complete run
+    for steps, number, validated in ((0, 4, []), (2, 0, [0]), (4, 0, [0, 2]), (4, 1, [0, 2]), (4, 6, [0, 2, 4])):
+        stop = Extension(watch=partial(Stop, steps, number))
         stopped = train({**flags, "log_dir": tmp_path}, extensions=(stop, *EXTENSIONS))
         assert stopped.code == 128 + signal.SIGTERM
-        for kind in ("val_loss", "eval_acc/words"):
-            assert [record["step"] for record in stopped.records if kind in record] == [2] * (step == 4)
-        assert [record["step"] for record in stopped.records if "loss" in record] == list(range(1, step + 1))
+        assert [record["step"] for record in stopped.records if "val_loss" in record] == validated
+        assert [record["step"] for record in stopped.records if "loss" in record] == list(range(1, steps + 1))
+        assert not any("test_loss" in record for record in stopped.records)
     ended = train({**flags, "log_dir": tmp_path})
     assert ended.code == 0
     for kind in ("loss", "val_loss", "eval_acc/words", "test_loss"):

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 
 import torch.distributed as dist
 
+from pretraining.monitor.metrics import FILE_NAME, latest_records
 from pretraining.run.training_run import TrainingRun
 
 
@@ -30,15 +32,17 @@ def until_signal(run: TrainingRun, what: str) -> Iterator[None]:
         yield
     except LeftError:
         run.interrupt.is_leaving = True
-        run.print(f"{what} is left")
+        run.print(f"{what}: left after a signal; the same command makes up for it")
     finally:
         run.watchdog.rest()
 
 
 def has_figures(run: TrainingRun, name: str) -> bool:
     """Return whether metrics.jsonl has a figure `name` of the last step that was made; the same in every process."""
-    records = run.metrics.records() if run.metrics else []
-    found = [any(name in record and record["step"] == run.step for record in records)]
+    found = [False]
+    if run.metrics:
+        latest = latest_records(run.config.run_folder / FILE_NAME)
+        found = [any(name in record for record in takewhile(lambda record: record["step"] == run.step, latest))]
     if run.engine.process_count > 1:
         dist.broadcast_object_list(found, src=0)
     return found[0]

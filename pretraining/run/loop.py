@@ -46,6 +46,7 @@ def train_steps(run: TrainingRun, extensions: Sequence[Extension]) -> int:
             if code == FINISHED:
                 for watcher in run.watchers:
                     watcher.finish()
+                code = _left_before(run, run.interrupt.is_leaving, None, 0)
             with run.account.spending("save"):
                 run.checkpoints.close()
     except UserError as error:  # of a disk that this process alone may read
@@ -234,8 +235,7 @@ def _close(run: TrainingRun, code: int) -> None:
 
 def _print_where_to_look(run: TrainingRun, code: int) -> None:
     """Print how to continue, and where metrics and checkpoints are."""
-    config, folder = run.config, run.config.run_folder
-    saved = run.checkpoints.newest
+    config, folder, saved = run.config, run.config.run_folder, run.checkpoints.newest
     if code == FINISHED:
         ended_by = "num_epochs" if run.stream.steps == run.step - run.start_step else "num_steps"
         more = f"; to continue, the same command with a larger --{ended_by}" if saved == run.step else ""

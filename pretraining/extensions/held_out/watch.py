@@ -24,7 +24,7 @@ class Validation(Watcher):
         self._run = run
 
     def prepare(self) -> None:
-        """Compile the evaluation before the first step, not in mid-run; make the validation that a signal ended."""
+        """Compile the evaluation before the first step, not in mid-run; make the validation that is due before it."""
         run = self._run
         for part in (part for part in run.streams if part != "train"):
             name, config = "val" if part == "valid" else part, cast(HeldOutConfig, run.config)
@@ -37,12 +37,6 @@ class Validation(Watcher):
             with run.heartbeat(f"{run.first} the first batch of {part} data"):
                 run.trainee.evaluate(run.streams[part].batch(0)).read()
         self._make_up()
-
-    def before_step(self, step: int) -> None:
-        """Validate before the first step of all, if that is asked for."""
-        config = cast(HeldOutConfig, self._run.config)
-        if step == 1 and "valid" in self._run.streams and config.val_sanity_steps:
-            self._evaluate(0, "valid", config.val_steps if config.val_sanity_steps == -1 else config.val_sanity_steps)
 
     def waits_after(self, step: int) -> bool:
         """Return whether `step` is one of val_interval, or the last one."""
@@ -60,30 +54,32 @@ class Validation(Watcher):
             self._evaluate(self._run.step, "test", self._run.config.test_steps)
 
     def _make_up(self) -> None:
-        """Validate after the last step that was made, if that is due and a signal ended it."""
-        if self.waits_after(self._run.step) and not has_figures(self._run, "val_seconds"):
-            self._evaluate(self._run.step, "valid", self._run.config.val_steps)
+        """Validate after the last step that was made, or before the first, if that is due and not in metrics.jsonl."""
+        run, config = self._run, cast(HeldOutConfig, self._run.config)
+        if self.waits_after(run.step) and not has_figures(run, "val_seconds"):
+            self._evaluate(run.step, "valid", config.val_steps)
+        elif not run.step and "valid" in run.streams and config.val_sanity_steps:
+            self._evaluate(0, "valid", config.val_steps if config.val_sanity_steps == -1 else config.val_sanity_steps)
 
     def _evaluate(self, step: int, part: str, steps: int) -> None:
         """Report losses over the first `steps` batches (-1: all) of a held-out part; training is not affected."""
         run, stream, name = self._run, self._run.streams[part], "val" if part == "valid" else part
         began, batches = time.perf_counter(), batches_of(stream, steps)
         assert run.config.global_batch_size
-        with until_signal(run, f"the validation after step {step}"):
+        with until_signal(run, f"the {'validation' if name == 'val' else 'test'} after step {step}"):
             with run.account.spending("validation"), run.heartbeat(f"running {batches} batches of {part} data"):
                 groups = batches_by_dataset(stream, batches, run.config.global_batch_size)
-                sums = {dataset: self._sums(stream, chosen, name == "val") for dataset, chosen in groups.items()}
+                sums = {dataset: self._sums(stream, chosen) for dataset, chosen in groups.items()}
             run.watchdog.rest()
             record = {"step": step, **held_out_figures(name, sums), f"{name}_seconds": time.perf_counter() - began}
             run.report(record, evaluation_line(record, run.config.num_steps))
 
-    def _sums(self, stream: Stream, groups: list[Sequence[int]], may_leave: bool) -> HeldOut:
-        """Return the sums over the sequences of one dataset, a global batch at a time. Raises LeftError, if it may."""
+    def _sums(self, stream: Stream, groups: list[Sequence[int]]) -> HeldOut:
+        """Return the sums over the sequences of one dataset, a global batch at a time. Raises LeftError."""
         run, loss, tokens = self._run, 0.0, 0.0
         counts: list[int | None] = []  # bytes of the rows of this process
         for number, sequences in enumerate(groups):
-            if may_leave:
-                leave_after_signal(run)
+            leave_after_signal(run)
             run.watchdog.expect(first=not number)
             batch = stream.batch_of(sequences)
             figures = run.trainee.evaluate(batch).read()
