@@ -100,9 +100,7 @@ class OptimizerStep(ABC):
         """
         gradients = self.reduce_gradients()
         is_accepted = self._accept(gradients)
-        clip = None
-        if limit := self.config.grad_clip_thresh:
-            clip = (limit / (gradients.norm + 1e-6)).clamp(max=1.0)
+        clip = (limit / (gradients.norm + 1e-6)).clamp(max=1.0) if (limit := self.config.grad_clip_thresh) else None
         self.update(gradients, clip, rate, is_accepted)
         self.round_copies()
         self.totals.zero_()
@@ -209,6 +207,8 @@ class OptimizerStep(ABC):
         """Complete the state after a load has filled it. See engine.TrainingState.commit."""
         if restart_optimizer:
             self.optimizer.updates.zero_()  # what was there before the load may have counted some
+            for part in self.parts.values():
+                part.restart()
             for parameter in self.optimizer.parameters:
                 parameter.initialize_moments(self._initial_moment)  # some rules start from a copy of the weight
         self.round_copies()

@@ -20,7 +20,12 @@ class LossScale:
         self.minimum = config.min_loss_scale
         initial = 2.0**config.initial_scale_power if self.is_dynamic else config.loss_scale
         # Scale, steps since the last overflow, and how many more overflows leave the scale unchanged
-        self.state = torch.tensor([initial, 0.0, self.hysteresis - 1.0], device=device)
+        self._initial = (initial, 0.0, self.hysteresis - 1.0)
+        self.state = torch.tensor(self._initial, device=device)
+
+    def restart(self) -> None:
+        """Begin with the first scale again, as where no step was made."""
+        self.state.copy_(torch.tensor(self._initial))
 
     @property
     def scale(self) -> Tensor:

@@ -19,6 +19,10 @@ class RecentFigures:
         self.state = torch.full((2, RECENT), torch.nan, device=device)  # oldest first; nan: none yet, or not finite
         self.outliers = torch.zeros((), device=device)  # in this process
 
+    def restart(self) -> None:
+        """Forget the steps, as where none was made."""
+        self.state.fill_(torch.nan)
+
     def figures(self) -> dict[str, Tensor]:
         """Return what a step reports, by name."""
         return {"outliers": self.outliers}
