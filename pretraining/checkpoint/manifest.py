@@ -146,7 +146,7 @@ def is_committed(path: Location) -> bool:
 
 def open_checkpoint(path: Location) -> Checkpoint:
     """Read the description of a checkpoint. Raises UnreadableError if it is incomplete, corrupt or has a pickle, and
-    UserError if its folder was renamed to that of another step."""
+    UserError if its folder was renamed to that of another step, or a newer program wrote it."""
     if not is_committed(path):
         raise UnreadableError(f"{path}: has no {MARKER} marker, so its save was never finished")
     marker = _read_marker(path / MARKER)
@@ -166,8 +166,9 @@ def _read_marker(path: Location) -> dict[str, Any]:
     if content != _signed(text):
         raise UnreadableError(f"{path}: differs from what was saved")
     marker = parse_json(text, path)
-    if marker.get("format") not in READABLE:
-        raise UnreadableError(f"{path}: written in format {marker.get('format')}, this program reads 1 and {FORMAT}")
+    if (number := marker.get("format")) not in READABLE:
+        error = UserError if isinstance(number, int) and number > FORMAT else UnreadableError  # newer, and sound
+        raise error(f"{path}: in format {number}, this program reads 1 and {FORMAT}: update it, or move the folder")
     if not {MANIFEST, FACTS} <= marker.keys():
         raise UnreadableError(f"{path}: has no digests of {MANIFEST} and {FACTS}")
     return marker
@@ -196,9 +197,8 @@ def _facts(fields: dict[str, Any]) -> Facts:
     _expect(isinstance(facts.data, dict | None) and isinstance(facts.config, dict), "data or config")
     _expect(isinstance(facts.engine, str) and isinstance(facts.base, str), "engine or base")
     for name, value in facts.config.items():
-        if name in EXTENSIBLE and isinstance(value, str):
-            continue
-        if (setting := SETTINGS.get(name)) and (fault := setting.fault(value)):
+        is_open = name in EXTENSIBLE and isinstance(value, str)
+        if not is_open and (setting := SETTINGS.get(name)) and (fault := setting.fault(value)):
             # What a run may change may have had another range, or other choices, in an earlier version.
             may_change = setting.resume in (Resume.FREE, Resume.NOTE)
             was_choice = setting.kind is str and setting.constraint is not None and isinstance(value, bool)

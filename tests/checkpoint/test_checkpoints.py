@@ -185,6 +185,11 @@ def test_a_start_that_cannot_go_well_is_refused_before_a_model_exists_and_by_the
     both_refuse(r"(?s)--hidden_size=32 .*trained with 16.*--norm_eps=0.001 .*with 1e-05", hidden_size=32, norm_eps=1e-3)
     both_refuse(r"--optimizer=lion .*trained with adamw", optimizer="lion")
     both_refuse(r"--learning_rate=0.001 .*override_lr_on_resume", learning_rate=1e-3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pretraining.checkpoint.manifest.FORMAT", 3)  # of a newer program
+        run(tmp_path, num_steps=5)
+    both_refuse(r"step_5/COMMITTED: in format 3, .*: update it, or move the folder")
+    shutil.rmtree(tmp_path / "checkpoints" / "step_5")  # where it was
     flip_bit_at(tmp_path / "checkpoints" / "step_4" / "facts.json")
     check()
     both_refuse(r"facts\.json: differs.*; --resume=auto continues", resume="must")

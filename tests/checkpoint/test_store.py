@@ -177,7 +177,7 @@ def test_a_folder_without_its_marker_or_of_a_later_format_is_no_checkpoint(
     monkeypatch.setattr("pretraining.checkpoint.manifest.FORMAT", 3)
     path = save(tmp_path, sample(), FACTS)
     monkeypatch.undo()
-    with pytest.raises(UnreadableError, match="written in format 3, this program reads 1 and 2"):
+    with pytest.raises(UserError, match="in format 3, this program reads 1 and 2"):
         open_checkpoint(path)
     (path / "COMMITTED").unlink()
     with pytest.raises(UnreadableError, match="never finished"):
