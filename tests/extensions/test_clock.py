@@ -62,9 +62,9 @@ def test_the_end_leaves_time_for_two_steps_for_what_follows_them_and_for_the_las
     for name in ("time", "monotonic", "perf_counter"):
         monkeypatch.setattr(time, name, lambda: now)
     config = CONFIGURATION(max_run_seconds=30)
-    vars(config).update(async_checkpointing=has_writer, saves_at=saved.__contains__)  # of other extensions
+    vars(config).update(async_checkpointing=has_writer)  # of another extension
     account, interrupt, checkpoints, written = Account(), SimpleNamespace(), SimpleNamespace(longest_save=0.0), now
-    watchers = [SimpleNamespace(waits_after=validated.__contains__)]
+    watchers, checkpoints.due = [SimpleNamespace(waits_after=validated.__contains__)], saved.__contains__
     run: Any = SimpleNamespace(
         **{"leads": True, "config": config, "account": account, "step": 0, "watchers": watchers},
         **{"interrupt": interrupt, "checkpoints": checkpoints},

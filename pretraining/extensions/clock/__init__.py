@@ -24,7 +24,7 @@ def set_clock(run: TrainingRun) -> None:
         def following() -> Following:
             steps = range(run.step + 1, min(run.step + 3, config.num_steps) + 1)
             validations = sum(any(watcher.waits_after(step) for watcher in run.watchers) for step in steps)
-            saves = sum(config.saves_at(step) for step in steps[:2]) if config.checkpoint_interval else 0
+            saves = sum(map(run.checkpoints.due, steps[:2]))
             return Following(validations, saves, run.checkpoints.longest_save)
 
         run.interrupt.clock = WallClock(config, run.account, following)
