@@ -143,7 +143,8 @@ def _constant(value: Any, source: ForeignConfig) -> Conversion:
     """Steps at min_lr at the end, which in files that were shortened are more than there are after the warm-up."""
     conversion = _unless_zero("lr_constant_steps").convert(value, source)
     steps = source.steps("trainer.max_steps", -1)
-    warmup = source.integer_flag("lr_warmup_steps") or source.integer(f"{SCHED}warmup_steps", 0)
+    is_given = source.has_flag("lr_warmup_steps", "lr_warmup_ratio")
+    warmup = source.integer_flag("lr_warmup_steps") if is_given else source.integer(f"{SCHED}warmup_steps", 0)
     if not conversion.values or not is_integer(value) or steps < 1 or value < steps - warmup:
         return conversion
     falls = "leaves no cosine: the rate falls to min_lr after the warm-up, as in NeMo"
