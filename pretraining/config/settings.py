@@ -285,7 +285,8 @@ class Settings:
     """Optimizer steps of the schedule; later steps keep its last rate, unless the table of schedules says otherwise (of
     constant: min_lr). None: num_steps. Elsewhere: lr_decay_iters, learning_rate_schedule_steps."""
     lr_hold_steps: Annotated[int, AtLeast(0), Resume.RATE] = 0
-    """Optimizer steps at the peak after the warm-up: wsd, and schedules whose names end in _hold."""
+    """Optimizer steps at the peak after the warm-up: wsd, and schedules whose names end in _hold. Elsewhere:
+    decay_ratio."""
     lr_constant_steps: Annotated[int, AtLeast(0), Resume.RATE] = 0
     """cosine: optimizer steps at min_lr at the end of the schedule; the cosine ends before them."""
     min_lr: Annotated[float, AtLeast(0), Resume.RATE] = 0.0
