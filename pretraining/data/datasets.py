@@ -203,13 +203,13 @@ def special_tokens(config: TrainConfig, datasets: list[Dataset]) -> SpecialToken
     if len(separators) > 1:
         listing = ", ".join(f"{folder} was prepared with separator {token}" for folder, token in prepared.items())
         given = "" if flag is None else f"{name}={flag}, but "
-        raise UserError(f"{given}{listing}: leave the flag out, or prepare the data again with one separator")
-    is_set = flag is not None
+        remedy = f"give {name}=None, or " if given and len({*prepared.values()}) == 1 else ""  # a file may have set it
+        raise UserError(f"{given}{listing}: {remedy}prepare the data again with one separator")
     separator = separators.pop() if separators else DEFAULT_SEPARATOR
     for dataset in datasets:
-        is_known = is_set and is_remote(dataset.folder)  # whose documents are not read twice for a check
+        is_known = flag is not None and is_remote(dataset.folder)  # whose documents are not read twice for a check
         if str(dataset.folder) not in prepared and not is_known:
-            _check_endings(dataset, separator, is_set, bool(prepared))
+            _check_endings(dataset, separator, flag is not None, bool(prepared))
     origin = DESCRIPTION if prepared else "the default, --sep_token sets another"
     eos = None if separator == NO_SEPARATOR else separator
     return SpecialTokens(eos, config.bos_token, config.bol_token, config.eol_token, origin if flag is None else name)

@@ -151,3 +151,15 @@ def test_a_separator_that_the_documents_contradict_is_asked_for(tmp_path: Path) 
         stream = open_stream(settings(tmp_path / "data", **{name: token, "strip_tokens": strip}))
         assert stream.facts["datasets"][0]["tokens"] == 20 * 36 + separators * 60
         assert notes_on(stream) == [f"separator {token} after every document (--{name})"]
+
+
+def test_another_separator_than_that_of_the_preparation_is_refused_with_what_lifts_that(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_lists(tmp_path / name / "x", numbered([5] * 20))
+        (tmp_path / name / "meta.json").write_text('{"separator": 1}')
+    message = "^--sep_token=-1, but .*/a was prepared with separator 1, .*: {}prepare the data again with one"
+    with pytest.raises(UserError, match=message.format("give --sep_token=None, or ")):  # a file may have set it
+        open_stream(settings(tmp_path, sep_token=-1))
+    (tmp_path / "b" / "meta.json").write_text('{"separator": 2}')
+    with pytest.raises(UserError, match=message.format("")):
+        open_stream(settings(tmp_path, sep_token=-1))
