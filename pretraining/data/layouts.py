@@ -43,14 +43,12 @@ def split_folders(folder: Location) -> SplitFolders | None:
             raise UserError(f"{folder}: its preparation is not complete: run the same prepare command again")
         kind, names = "a prepared folder", [name for name in ("train", "valid") if (folder / name).is_dir()]
     elif (folder / DATASET_DICT).is_file():
-        kind, names = "a DatasetDict", list(read_dataset_json(folder / DATASET_DICT).get("splits", []))
+        splits = read_dataset_json(folder / DATASET_DICT).get("splits")
+        kind, names = "a DatasetDict", splits if isinstance(splits, list) else []
     else:
         return None
-    folders = {}
-    for split, choices in _FOLDERS.items():
-        name = next((name for name in choices if name in names), None)
-        if name:
-            folders[split] = folder / name
+    first = {split: next((name for name in choices if name in names), "") for split, choices in _FOLDERS.items()}
+    folders = {split: folder / name for split, name in first.items() if name}
     if "train" not in folders:
         listed = ", ".join(map(str, names)) or "none"
         reason = f"{kind} without a train split, it has {listed}"

@@ -52,6 +52,9 @@ def test_a_saved_dataset_is_the_files_that_its_state_lists_and_all_of_their_rows
     path.write_text(json.dumps({**state, "_indices_data_files": [{"filename": "indices.arrow"}]}))
     with pytest.raises(UserError, match=r"selects rows of its shards: call flatten_indices\(\)"):
         open_stream(settings(tmp_path / "data"))
+    path.write_text(json.dumps({**state, "_data_files": ["data-00000-of-00002.arrow"]}))
+    with pytest.raises(UserError, match=r"state\.json: _data_files is no list of files with a filename: save .* again"):
+        open_stream(settings(tmp_path / "data"))
     path.write_text(json.dumps(state))
     (tmp_path / "data" / "data-00001-of-00002.arrow").unlink()
     with pytest.raises(UserError, match=r"data-00001-of-00002\.arrow: missing, but state\.json lists it"):
@@ -81,9 +84,10 @@ def test_a_dataset_of_a_mixture_whose_shards_are_gone_is_not_left_out(tmp_path: 
 
 def test_a_dataset_dict_without_a_train_split_asks_for_one(tmp_path: Path) -> None:
     save_dict(tmp_path / "data")
-    (tmp_path / "data" / "dataset_dict.json").write_text('{"splits": ["validation", "test"]}')
-    with pytest.raises(UserError, match="without a train split, it has validation, test: give the folder of one"):
-        open_stream(settings(tmp_path / "data"))
+    for splits, named in ((["validation", "test"], "validation, test"), (5, "none"), (None, "none")):
+        (tmp_path / "data" / "dataset_dict.json").write_text(json.dumps({"splits": splits}))
+        with pytest.raises(UserError, match=f"without a train split, it has {named}: give the folder of one"):
+            open_stream(settings(tmp_path / "data"))
     assert max(tokens_of(tmp_path / "data" / "test")) == 20_399
 
 

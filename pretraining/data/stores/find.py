@@ -37,10 +37,8 @@ def find_datasets(root: Location, names: str) -> list[str]:
     for name in listed:
         if not (root / name).exists():
             raise UserError(f"{root / name}: no such dataset; {_suggest(root, name)}")
-    if listed:
-        return listed
-    if root.is_file():
-        return [""]
+    if listed or root.is_file():
+        return listed or [""]
     paths = [path for path in root.iterdir() if _is_visible(Path(path.name))]
     if any(_format(path) for path in paths if path.is_file()):
         return [""]
@@ -112,7 +110,10 @@ def _listed_shards(folder: Location) -> set[Location] | None:
         return None
     if state.get("_indices_data_files"):
         raise UserError(f"{path}: the dataset selects rows of its shards: call flatten_indices() before save_to_disk()")
-    listed = {folder / entry["filename"] for entry in state["_data_files"]}
+    try:
+        listed = {folder / entry["filename"] for entry in state["_data_files"]}
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path}: _data_files is no list of files with a filename: save the dataset again") from error
     if missing := sorted(file for file in listed if not file.is_file()):
         raise UserError(f"{missing[0]}: missing, but {DATASET_STATE} lists it: copy or save the dataset again")
     return listed
