@@ -88,7 +88,7 @@ class TrainConfig(Settings):
         settings = settings_of(type(self))
         names = settings if self.use_dummy_dataset else self.matching_settings
         changed = [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) != settings[name].default]
-        digest = hashlib.sha256("\n".join(changed).encode()).hexdigest()[:6]
+        digest = hashlib.sha256("\n".join(changed).encode(errors="surrogateescape")).hexdigest()[:6]
         return f"{self.model_variant}-{digest}" if changed else self.model_variant
 
     @property

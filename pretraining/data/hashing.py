@@ -53,7 +53,6 @@ def short_hash(*parts: bytes | str) -> str:
     """Return 16 hexadecimal digits that depend on the parts and their borders."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
-        raw = part.encode() if isinstance(part, str) else part
-        digest.update(len(raw).to_bytes(8, "little"))
-        digest.update(raw)
+        raw = part.encode(errors="surrogateescape") if isinstance(part, str) else part  # a path may not be UTF-8
+        digest.update(len(raw).to_bytes(8, "little") + raw)
     return digest.hexdigest()

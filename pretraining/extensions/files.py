@@ -21,7 +21,7 @@ def temporary_of(path: Path) -> Path:
 def write_atomically(path: Path, content: bytes | str) -> None:
     """Write a file that appears under its name only when it is complete."""
     temporary = temporary_of(path)
-    temporary.write_bytes(content if isinstance(content, bytes) else content.encode())
+    temporary.write_bytes(content if isinstance(content, bytes) else content.encode(errors="surrogateescape"))
     temporary.replace(path)
 
 

@@ -153,6 +153,9 @@ def test_nested_dataset_names_and_a_bare_folder_of_shards_are_found(tmp_path: Pa
     bare = open_stream(settings(tmp_path / "data" / "lang=en" / "dataset=x", index_dir=str(tmp_path / "index")))
     assert nested.facts["datasets"][0]["tokens"] == bare.facts["datasets"][0]["tokens"]
     assert open_stream(settings(tmp_path / "data")).facts["datasets"][0]["name"] == "lang=en"
+    (tmp_path / "data" / "lang=en").rename(tmp_path / "data" / os.fsdecode(b"\xff"))  # not UTF-8
+    other = open_stream(settings(tmp_path / "data"))
+    assert other.facts["datasets"][0]["tokens"] == bare.facts["datasets"][0]["tokens"]
 
 
 @pytest.mark.parametrize(("link", "target"), [("a/s1.arrow", "gone"), ("b", "gone"), ("a/more", "../../other")])

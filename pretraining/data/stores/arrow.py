@@ -54,8 +54,9 @@ def index_arrow(
     import pyarrow as pa
 
     try:
-        # pyarrow opens a file of its own in half the time
-        with location(path).open("rb", LARGE) if is_remote(path) else pa.OSFile(path) as source:
+        # pyarrow opens a file of its own in half the time; a path may not be UTF-8
+        name = path.encode(errors="surrogateescape")
+        with location(path).open("rb", LARGE) if is_remote(path) else pa.OSFile(name) as source:
             if source.read(len(MAGIC)) == MAGIC:
                 footer = _footer(source)
                 schema, blocks = pa.ipc.open_file(pa.BufferReader(MAGIC + footer)).schema, _blocks(footer)

@@ -6,6 +6,8 @@ of tokens in the index folder (4 bytes a token, 2 for uint16), and read from the
 
 from __future__ import annotations
 
+import os
+
 from pretraining.config.errors import UserError
 from pretraining.data.stores.arrow import is_list, label_columns, token_type
 from pretraining.data.stores.shard import ShardContents
@@ -26,7 +28,7 @@ def decode_parquet(path: str, column: str, decoded: str) -> ShardContents:
     import pyarrow.parquet as pq
 
     try:
-        file = location(path).open("rb", BUFFER) if is_remote(path) else path
+        file = location(path).open("rb", BUFFER) if is_remote(path) else pa.OSFile(os.fsencode(path))
         with pq.ParquetFile(file, memory_map=False, pre_buffer=False) as source:
             dtype = token_type(source.schema_arrow, column, path)
             if not is_list(source.schema_arrow.field(column).type):

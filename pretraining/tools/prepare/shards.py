@@ -43,7 +43,7 @@ class ShardWriter:
         tokens = pa.uint16() if vocab_size <= 1 << 16 else pa.int32()
         self._schema = pa.schema([(name, pa.list_(pa.int32() if number else tokens))
                                   for number, name in enumerate(columns)])  # fmt: skip
-        self._file = pa.OSFile(str(self._temporary), "wb")
+        self._file = pa.OSFile(os.fsencode(self._temporary), "wb")
         self._writer = pa.ipc.new_file(self._file, self._schema)
         self._rows: list[PackedRow] = []
         self.documents = self.tokens = 0  # so far
