@@ -106,6 +106,8 @@ def refusal(error: BaseException) -> str | None:
         return f"{name}: {error.strerror}"
     if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
         return f"this process may not have more memory or threads (ulimit -a): {text or 'an allocation failed'}"
+    if isinstance(error, RuntimeError) and "home directory" in text:  # of Path.home()
+        return "this user has no home folder: set HOME to one, or XDG_CACHE_HOME to a folder for indexes and caches"
     return None
 
 

@@ -364,6 +364,9 @@ def test_an_error_of_the_system_is_named_by_its_file_and_the_program_s_own_by_it
     assert refusal(OSError(28, "No space left on device")) == "a file or the output: No space left on device"
     assert refusal(StorageError("s3://b/c: cannot be reached")) == "s3://b/c: cannot be reached"
     assert refusal(ModuleNotFoundError("", name="jax")) is None
+    with pytest.raises(RuntimeError) as homeless:
+        Path("~no such user").expanduser()  # as Path.home() of a user of a container
+    assert str(refusal(homeless.value)).startswith("this user has no home folder: set HOME")
     deleted = refusal(ModuleNotFoundError("", name="pretraining.extensions.lora"))
     assert deleted == "this needs the folder pretraining/extensions/lora, which is not there"
 
