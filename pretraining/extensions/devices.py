@@ -59,7 +59,7 @@ DEVICE_KINDS = (
     DeviceKind("mi300x", "MI300X", (("mi300x",),), 1307.4e12, 192 * GIB, 2),  # AMD's data sheet
 )
 # Devices, or parts of them, that have the name of another one in theirs: RTX 4090 Laptop GPU, A100 MIG 1g.10gb, and
-# A100-SXM-64GB, made for one customer and faster than an A100
+# A100-SXM-64GB and H100 64GB, each made for one customer: other clocks, and less memory than the H100 of the table
 OTHERS = re.compile(r"\b(laptop|max-q|mig|4090 d|64gb)\b")
 
 
