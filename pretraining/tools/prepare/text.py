@@ -120,6 +120,8 @@ def find_files(inputs: Sequence[str], endings: Sequence[str]) -> tuple[list[Inpu
     chosen: list[Input] = []
     ignored: list[Input] = []
     for name in inputs:
+        if not name.strip():  # Path("") is the working directory
+            raise UserError(f"--input={','.join(inputs)}: an empty name: leave a comma out, or write . for this folder")
         if is_url(name):
             urls, is_folder = expand(name)
             files = [*urls]

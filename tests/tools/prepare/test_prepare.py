@@ -419,6 +419,8 @@ def test_a_named_file_that_is_no_text_is_refused_with_the_remedy(
     assert prepare.main([f"--input={tmp_path}", f"--output={tmp_path / 'out'}"]) == 2
     printed = capsys.readouterr().err
     assert "no text, .jsonl or .parquet files" in printed and ("to_parquet()" in printed) == (ending == ".arrow")
+    assert prepare.main([f"--input={tmp_path},", f"--output={tmp_path / 'out'}"]) == 2  # and the working directory
+    assert "an empty name: leave a comma out" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
