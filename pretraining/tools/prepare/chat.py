@@ -25,6 +25,7 @@ from pretraining.extensions.files import write_atomically
 from pretraining.storage import Location, location
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+CONFIG = "tokenizer_config.json"
 TOOL_USE = "tool_use"  # transformers' name of a template
 Message = Mapping[str, Any]  # "role" and "content", and what else the template reads
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # around what the assistant wrote; Unicode keeps both out of text
@@ -66,9 +67,11 @@ def find_template(file: str, tokenizer: str, special: Mapping[str, str]) -> Temp
         raise UserError(f"--chat_template={file}: no such file")
     own, has_tool_use = config.get("chat_template"), False
     if isinstance(own, list):  # several, by name
-        named = {entry["name"]: entry["template"] for entry in own}
+        named = {entry.get("name"): entry.get("template") for entry in own if isinstance(entry, dict)}
         own, has_tool_use = named.get("default"), TOOL_USE in named
-    return TemplateSource(own, special, str(folder / "tokenizer_config.json"), has_tool_use) if own else None
+    if not isinstance(own, str | None):
+        raise UserError(f"{folder / CONFIG}: its chat_template is of type {type(own).__name__}, no text: correct it")
+    return TemplateSource(own, special, str(folder / CONFIG), has_tool_use) if own else None
 
 
 def named_tokens(tokenizer: str) -> dict[str, str]:
@@ -80,19 +83,19 @@ def named_tokens(tokenizer: str) -> dict[str, str]:
     groups += [read_dataset_json(older)] if has_older else []
     tokens = {name: value for group in groups if isinstance(group, dict) for name, value in group.items()
               if name.endswith("_token") and isinstance(value, str | dict)}  # fmt: skip
-    contents = {name: value["content"] if isinstance(value, dict) else value for name, value in tokens.items()}
-    return {name: value for name, value in contents.items() if value}
+    contents = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
+    return {name: value for name, value in contents.items() if isinstance(value, str) and value}
 
 
 def _tokenizer_config(folder: Location) -> dict[str, Any]:
-    path = folder / "tokenizer_config.json"
+    path = folder / CONFIG
     return read_dataset_json(path) if path.is_file() else {}
 
 
 def write_template(folder: Path, source: TemplateSource) -> None:
     """Write a template next to the folder's tokenizer, as transformers does, where `find_template` finds it."""
     content = {**source.special, "chat_template": source.text}
-    write_atomically(folder / "tokenizer_config.json", json.dumps(content, indent=2) + "\n")
+    write_atomically(folder / CONFIG, json.dumps(content, indent=2) + "\n")
 
 
 def check_tokens(source: TemplateSource, path: str, find_token: Callable[[str], int | None]) -> None:
@@ -101,7 +104,7 @@ def check_tokens(source: TemplateSource, path: str, find_token: Callable[[str], 
     A sentencepiece model is often one of them: added_tokens.json and tokenizer_config.json have the tokens of a chat.
     """
     folder, names = location(path).parent, list[str]()
-    for file, key in (("added_tokens.json", ""), ("tokenizer_config.json", "added_tokens_decoder")):
+    for file, key in (("added_tokens.json", ""), (CONFIG, "added_tokens_decoder")):
         content = read_dataset_json(folder / file) if (folder / file).is_file() else {}
         added = content.get(key) if key else content
         for name, value in (added if isinstance(added, dict) else {}).items():
@@ -183,7 +186,7 @@ class ChatTemplate:
         try:
             names = {"tools": None, "documents": None, **self._source.special, **more}
             return self._template.render(messages=list(messages), add_generation_prompt=prompts, **names)
-        except (TemplateError, TypeError, KeyError) as error:
+        except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise UserError(f"{self._source.origin} cannot render the messages: {error}") from error
 
 

@@ -351,6 +351,19 @@ def test_tools_are_refused_where_transformers_takes_another_template_for_them(tm
     assert ChatTemplate(source).render(CHAT[1:3]) == ChatTemplate(own).render(CHAT[1:3], {"tools": TOOLS})
 
 
+def test_a_template_that_is_no_text_or_fails_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": {"default": LLAMA2}}))
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: its chat_template is of type dict, no text"):
+        find_template("", str(tmp_path / "tokenizer.json"), {})
+    config = {"chat_template": ["default", {"name": "default", "template": LLAMA2}], "bos_token": {"id": 1}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    source = find_template("", str(tmp_path / "tokenizer.json"), {})
+    assert source and (source.text, source.special) == (LLAMA2, {})
+    for text in ("{{ messages[0].content.index('</think>') }}", "{{ 1 / 0 }}", "{{ range(10 ** 9) | list }}"):
+        with pytest.raises(UserError, match=r"^own cannot render the messages: "):
+            ChatTemplate(TemplateSource(text, {}, "own")).render(CHAT[1:3])
+
+
 def test_special_tokens_have_the_names_of_older_folders(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
