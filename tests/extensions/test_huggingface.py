@@ -192,6 +192,8 @@ def test_a_transformers_model_trains_here_and_starts_as_the_same_function(
 
 def test_the_shards_are_as_small_as_asked_and_the_index_names_every_tensor(tmp_path: Path) -> None:
     path = saved(tmp_path / "run")
+    with pytest.raises(UserError, match=r"^\.: give the new folder by its name"):
+        to_huggingface(open_checkpoint(path), Path())
     exported = to_huggingface(open_checkpoint(path), tmp_path / "hf", dtype=torch.bfloat16, shard_size=3000)
     index = json.loads((exported / "model.safetensors.index.json").read_text())
     shards = {file: load_file(exported / file) for file in set(index["weight_map"].values())}

@@ -329,6 +329,8 @@ def _refuse_used(target: Location) -> None:
 @contextmanager
 def _new_folder(target: Path, files: Mapping[str, bytes]) -> Iterator[Path]:
     """Yield the folder with these files that becomes `target` when it is complete."""
+    if not target.name:
+        raise UserError(f"{target}: give the new folder by its name, because it appears when it is complete")
     _refuse_used(target)
     folder = target.with_name(target.name + PARTIAL)
     shutil.rmtree(folder, ignore_errors=True)
