@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 # Folders of pretraining/, in the order in which the loop calls them; one that is not there is left out.
 NAMES = (
-    "tools.importing", "tools.prepare", "tools.plan", "extensions.held_out", "tools.launch", "extensions.rendezvous",
-    "extensions.accelerators", "extensions.pipeline", "extensions.kv_replication", "extensions.object_storage",
-    "extensions.shard_formats", "extensions.verification", "extensions.data_changes", "extensions.async_checkpointing",
-    "extensions.local_tier", "extensions.other_weights", "extensions.save_schedule", "extensions.huggingface",
-    "extensions.tokenizers", "extensions.optimizers", "extensions.mup", "extensions.lora", "extensions.moving_average",
-    "extensions.batch_rampup", "extensions.length_stages", "extensions.schedules", "extensions.splash",
-    "extensions.fp8", "extensions.fp16", "extensions.manual_precision", "extensions.skip_step", "extensions.spikes",
-    "extensions.report_figures", "extensions.stragglers", "extensions.sharding_report", "extensions.profiler",
-    "extensions.questions", "extensions.preemption", "extensions.clock", "extensions.mfu", "extensions.benchmark",
-    "extensions.history", "extensions.trackers", "extensions.best_checkpoints", "extensions.one_program",
+    "tools.importing", "tools.prepare", "tools.plan", "extensions.history", "extensions.held_out", "tools.launch",
+    "extensions.rendezvous", "extensions.accelerators", "extensions.pipeline", "extensions.kv_replication",
+    "extensions.object_storage", "extensions.shard_formats", "extensions.verification", "extensions.data_changes",
+    "extensions.async_checkpointing", "extensions.local_tier", "extensions.other_weights", "extensions.save_schedule",
+    "extensions.huggingface", "extensions.tokenizers", "extensions.optimizers", "extensions.mup", "extensions.lora",
+    "extensions.moving_average", "extensions.batch_rampup", "extensions.length_stages", "extensions.schedules",
+    "extensions.splash", "extensions.fp8", "extensions.fp16", "extensions.manual_precision", "extensions.skip_step",
+    "extensions.spikes", "extensions.report_figures", "extensions.stragglers", "extensions.sharding_report",
+    "extensions.profiler", "extensions.questions", "extensions.preemption", "extensions.clock", "extensions.mfu",
+    "extensions.benchmark", "extensions.trackers", "extensions.best_checkpoints", "extensions.one_program",
     "extensions.preflight", "extensions.hosts", "extensions.overview", "extensions.terminal", "tools.completion",
     "tools.help",
 )  # fmt: skip

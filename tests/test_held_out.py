@@ -189,14 +189,18 @@ def test_a_signal_ends_what_follows_a_step_and_the_next_start_makes_it(runs: Run
     flags = {**runs.flags, "val_interval": 2, "eval_interval": 2, "test_steps": 4, "checkpoint_interval": 10}
     flags |= {"test_data_path": flags["valid_data_path"], "val_sanity_steps": -1, "val_steps": 4}
     whole = train({**flags, "log_dir": tmp_path / "whole"}).records
-    # In the validation before the first step; after two steps; in the validation, and in the test, of a complete run
-    for steps, number, validated in ((0, 4, []), (2, 0, [0]), (4, 0, [0, 2]), (4, 1, [0, 2]), (4, 6, [0, 2, 4])):
+    # In the validation before the first step; after two steps; in the validation of the next start; after four;
+    # in the validation, and in the test, of a complete run
+    cases = ((0, 4, []), (2, 0, [0]), (2, 3, [0]), (4, 0, [0, 2]), (4, 1, [0, 2]), (4, 6, [0, 2, 4]))
+    for steps, number, validated in cases:
         stop = Extension(watch=partial(Stop, steps, number))
         stopped = train({**flags, "log_dir": tmp_path}, extensions=(stop, *EXTENSIONS))
         assert stopped.code == 128 + signal.SIGTERM
         assert [record["step"] for record in stopped.records if "val_loss" in record] == validated
         assert [record["step"] for record in stopped.records if "loss" in record] == list(range(1, steps + 1))
         assert not any("test_loss" in record for record in stopped.records)
+    if (history := tmp_path / "starts.jsonl").exists():  # an extension's
+        assert [json.loads(line)["step"] for line in history.read_text().splitlines()] == [0, 2, 2]
     ended = train({**flags, "log_dir": tmp_path})
     assert ended.code == 0
     for kind in ("loss", "val_loss", "eval_acc/words", "test_loss"):
