@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return serve_page(list(runs), options.port)
     path = options.output or next(iter(runs)) / "report.html"
     try:
-        path.write_text(html_page(list(runs.values())), encoding="utf-8")
+        path.write_text(html_page(list(runs.values())), encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise UserError(f"--output={path}: cannot be written: {error.strerror}") from error
     print(f"written to {path}")
@@ -131,7 +131,8 @@ def serve_page(folders: Sequence[Path], port: int) -> int:
     class Page(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             is_page = self.path == "/"
-            body = html_page(list(read_runs(folders).values()), REFRESH).encode() if is_page else b""
+            text = html_page(list(read_runs(folders).values()), REFRESH) if is_page else ""
+            body = text.encode(errors="backslashreplace")
             self.send_response(200 if is_page else 404)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))

@@ -82,7 +82,7 @@ def test_the_page_compares_runs_and_needs_nothing_but_itself(tmp_path: Path) -> 
 
 
 def test_the_page_has_the_median_speed_without_the_first_report(tmp_path: Path) -> None:
-    folder = run(tmp_path / "measured", 0, 1e-3)
+    folder = run(tmp_path / "run\udcff", 0, 1e-3)  # as Python has a name that is not UTF-8
     reports = [
         {"step": step, "step_time": seconds, "tokens_per_second": 4096 / seconds, "memory_bytes": step << 30}
         for step, seconds in enumerate((30.0, 2.0, 4.0, 1.0), start=1)
@@ -90,7 +90,7 @@ def test_the_page_has_the_median_speed_without_the_first_report(tmp_path: Path) 
     write_lines(folder / "metrics.jsonl", reports)
     assert main([str(folder)]) == 0
     cells = Page((folder / "report.html").read_text()).texts["td"]
-    assert ["measured", "3", "2 s", "2,048", "n/a", "n/a", "n/a", "4.00 GiB"] in [cells[i : i + 8] for i in range(20)]
+    assert [r"run\udcff", "3", "2 s", "2,048", "n/a", "n/a", "n/a", "4.00 GiB"] in [cells[i : i + 8] for i in range(20)]
 
 
 def test_a_watched_page_shows_the_runs_as_they_stand(tmp_path: Path) -> None:
