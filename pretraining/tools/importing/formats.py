@@ -113,7 +113,8 @@ def format_by_own_keys(tree: Mapping[str, Any]) -> str:
     if isinstance(model, dict) and "micro_batch_size" in model:
         return "nemo"
     names = {str(key).replace("-", "_") for key in tree}
-    return "neox" if names & {"pipe_parallel_size", "train_micro_batch_size_per_gpu"} else ""
+    has_deepspeeds = names >= {"train_micro_batch_size_per_gpu", "num_layers"}  # the first is in DeepSpeed's own files
+    return "neox" if has_deepspeeds or "pipe_parallel_size" in names else ""
 
 
 def _open_neox(trees: Sequence[Mapping[str, Any]], paths: Sequence[str], flags: Mapping[str, object]) -> ForeignConfig:

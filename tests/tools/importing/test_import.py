@@ -388,6 +388,7 @@ LLAMA: dict[str, Any] = {
 }
 
 CONTRADICTING = tree("nxdt", {"data.seq_length": 64})
+DEEPSPEEDS = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}  # whose keys NeoX's file has, too
 UNINDENTED = tree("nxdt", {"model.optim.sched": None, "model.optim.warmup_steps": 3})
 
 
@@ -403,6 +404,8 @@ UNINDENTED = tree("nxdt", {"model.optim.sched": None, "model.optim.warmup_steps"
         *(("config_file", tree(kind), f"file of {FORMATS[kind].title}: use --import_config") for kind in KINDS),
         ("config_file", {"training": "x"}, r"--training=x +no such flag"),
         ("import_config", {"training": "x"}, "format is unknown"),
+        ("import_config", DEEPSPEEDS, "format is unknown"),
+        ("config_file", DEEPSPEEDS, r"--train_micro_batch_size_per_gpu=4 +no such flag"),
     ],
 )
 def test_a_file_that_cannot_be_followed_is_refused(flag: str, node: Any, words: str, tmp_path: Path) -> None:
