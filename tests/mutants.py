@@ -60,7 +60,7 @@ MUTANTS = {
     ),
     # steps
     "clipping is off": Mutant(
-        "parallel/step.py", "if limit := self.config.grad_clip_thresh:", "if limit := 0:", "golden"
+        "parallel/step.py", "if (limit := self.config.grad_clip_thresh)", "if (limit := 0)", "golden"
     ),
     "the norm is a rank's": Mutant(
         "parallel/torch/step.py", "        reduce_over_processes(sums)\n", "", "parallel golden"
