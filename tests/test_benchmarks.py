@@ -15,6 +15,7 @@ CASES = {  # the command, and what its figures show
     "checkpoint --folder={folder} --parameters=1e5 --stream=1e5 --repeats=1": '"streamed": {',
     "code_size": "core, all",
     "cpu --steps=3 --contenders=eager": "1.00 = eager / eager",
+    "cpu_operations": "attention: softmax",
     "data --stores=short --documents=200 --repeats=1": "arrow, mean 66",
     "growth --measure checkpoint 100000": "load, s",
     "growth --measure chunks 2": "manifest, MB",
