@@ -94,8 +94,8 @@ def describe_rate_change(saved: Mapping[str, Any], config: TrainConfig, step: in
     before, now = learning_rate(earlier, step), learning_rate(config, step)
     if math.isclose(before, now) or step >= config.num_steps:
         return ""
-    keeps = replace(config, lr_decay_steps=earlier.num_steps)
-    is_stretched = config.lr_decay_steps is None and math.isclose(before, learning_rate(keeps, step))
+    kept = learning_rate(replace(config, lr_decay_steps=earlier.num_steps), step)
+    is_stretched = math.isclose(before, kept) and all(one.policy is not Resume.RATE for one in changes(saved, config))
     reason = f": the schedule spans num_steps; --lr_decay_steps={earlier.num_steps} keeps it as it was"
     return f"learning rate of step {step + 1:,}: {before:.3g} -> {now:.3g}{reason if is_stretched else ''}"
 

@@ -230,6 +230,9 @@ def test_a_larger_num_steps_prints_the_rate_before_and_after_and_what_keeps_the_
 
     assert "learning rate" not in printed(num_steps=4)
     shutil.copytree(tmp_path, tmp_path / "kept")
+    shutil.copytree(tmp_path / "kept", tmp_path / "other")
+    other = {"log_dir": str(tmp_path / "other"), "lr_schedule": "cosine", "min_lr": 1e-4, "override_lr_on_resume": True}
+    assert "learning rate of step 5: 0.0001 -> 0.00055\n" in printed(num_steps=8, **other)  # nothing keeps the schedule
     assert f"learning rate of step 5: 0.0001 -> 0.000378{reason}" in printed(num_steps=8)
     shutil.rmtree(tmp_path / "checkpoints" / "step_8")
     assert "learning rate" not in printed(num_steps=6)  # no step follows
