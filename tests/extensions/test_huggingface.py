@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -472,7 +471,7 @@ sys.modules |= dict.fromkeys(("sentencepiece", "google.protobuf"))
 from transformers import AutoTokenizer
 print(AutoTokenizer.from_pretrained({str(tmp_path / "hf")!r}).encode("def main", add_special_tokens=False))
 """
-    printed = call([sys.executable, "-c", script]).stdout
+    printed = call([*python(), "-c", script]).stdout
     tokenizer = own_tokenizers().open_tokenizer(str(tmp_path / "sp.model"))
     assert json.loads(printed) == tokenizer.encode(["def main"])[0]
 

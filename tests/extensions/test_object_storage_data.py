@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from tests.end_to_end.small import ONE_PROCESS, ROOT
 from tests.object_storage import KEYS, FaultProxy, GoogleStorage, upload
 from tests.processes import call
 from tests.waiting import PATIENCE, wait_until
+from tests.warm import python
 
 LENGTHS = [40, 3, 0, 700, 25, 9, 61, 1, 130, 5] * 30
 WRITERS = {"flat": write_flat, "lists": write_lists, "parquet": write_parquet, "megatron": write_megatron}
@@ -216,7 +216,7 @@ def test_prepared_data_are_moved_to_object_storage_and_complete_with_their_flags
     assert prepare.main([*command, f"--output={there}"]) == 2  # the upload ends in its middle
     assert not (location(there) / "flags.txt").is_file()
     proxy.plan = lambda number, method, path: ""
-    program = [sys.executable, "-m", "pretraining.tools.prepare", *command, f"--output={there}"]
+    program = [*python(), "-m", "pretraining.tools.prepare", *command, f"--output={there}"]
     call(program, folder=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert prepare.main([*command, f"--output={there}"]) == 0  # there is nothing to do
     assert prepare.main([*command, f"--output={tmp_path}/local"]) == 0

@@ -15,6 +15,7 @@ from pretraining.extensions.terminal.lines import facts_on_terminal, report_on_t
 from pretraining.extensions.terminal.status import LastLine
 from tests.parallel.launch import environment
 from tests.terminal import Terminal
+from tests.warm import python
 
 FLAGS = ("use_dummy_dataset", "model_variant=tiny", "num_layers=1", "seq_length=16", "engine=torch", "device=cpu")
 ERASE = "\r\x1b[K"
@@ -25,7 +26,7 @@ RECORD: dict[str, Any] = {"step": 20, "step_time": 0.25, "tokens_per_second_per_
 def on_terminal(folder: Path, **variables: str) -> str:
     """Run the main script on a terminal of 80 columns, and return what it wrote."""
     flags = [*FLAGS, "num_steps=40", "report_interval=30", f"log_dir={folder}"]
-    command = [sys.executable, "main_training.py", *(f"--{flag}" for flag in flags)]
+    command = [*python(), "main_training.py", *(f"--{flag}" for flag in flags)]
     terminal = Terminal(command, environment(TERM="xterm", **variables))
     assert terminal.end() == 0, terminal.output
     return terminal.output.replace("\r\n", "\n")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+from collections.abc import Sequence
 
 import pytest
 
 from pretraining.parallel.processes import COUNTS, HOW_TO_START, VARIABLES, ProcessError, Processes, read_processes
 from tests.ports import free_port
 from tests.processes import call
+from tests.warm import python
 
 COMPLETE = {
     "RANK": "1",
@@ -71,10 +73,10 @@ def test_contradictions_are_named_together(changes: dict[str, str], names: set[s
     assert wrong_variables({**COMPLETE, **changes}) == names
 
 
-def start(*more: str, **variables: str) -> tuple[int, str]:
+def start(*more: str, interpreter: Sequence[str] = (sys.executable,), **variables: str) -> tuple[int, str]:
     """Exit code and output of the script with these flags in this environment."""
     flags = ("--use_dummy_dataset", "--model_variant=tiny", "--engine=torch", "--device=cpu", "--collective_timeout=5")
-    done = call([sys.executable, "main_training.py", *flags, *more], code=None, env={**os.environ, **variables})
+    done = call([*interpreter, "main_training.py", *flags, *more], code=None, env={**os.environ, **variables})
     return done.returncode, done.stdout + done.stderr
 
 
@@ -106,7 +108,8 @@ def test_a_wrong_environment_next_to_a_wrong_flag_is_one_of_the_problems() -> No
 )
 def test_a_peer_that_never_comes_and_an_unknown_master_are_one_sentence(rank: str, address: str) -> None:
     environment = {**COMPLETE, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
-    code, output = start(**{**environment, "MASTER_ADDR": address, "MASTER_PORT": str(free_port())})
+    variables = {**environment, "MASTER_ADDR": address, "MASTER_PORT": str(free_port())}
+    code, output = start(interpreter=python(), **variables)
     assert code == 5 and "Traceback" not in output, output  # the script starts it again: a host may come later
     assert address in output.splitlines()[-1]
     assert ("or raise --collective_timeout" in output) == (address == "localhost")

@@ -16,6 +16,7 @@ from packaging.utils import canonicalize_name
 
 from tests.processes import call, words
 from tests.selection import complete
+from tests.warm import python
 
 ROOT = Path(__file__).parents[2]
 PROVIDERS = {"yaml": "PyYAML"}  # import name -> package, where they differ
@@ -88,7 +89,7 @@ def test_a_missing_package_is_one_error_that_names_the_command_which_installs_it
     hide = f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.modules[{package!r}] = None; sys.argv[1:] = {words!r}; "
     start = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
     variables = {**os.environ, "PJRT_DEVICE": "CPU"}
-    done = call([sys.executable, "-c", hide + start], code=2, folder=tmp_path, env=variables)
+    done = call([*python(), "-c", hide + start], code=2, folder=tmp_path, env=variables)
     assert "Traceback" not in done.stderr
     assert done.stderr.count("pip install") == 1 and remedy in done.stderr
 

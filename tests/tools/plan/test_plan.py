@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import sys
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -32,6 +31,7 @@ from pretraining.tools.plan.traffic import ring
 from tests.processes import call
 from tests.selection import chosen
 from tests.tools.importing.files import tree, write
+from tests.warm import python
 
 ROOT = Path(__file__).parents[3]
 
@@ -98,7 +98,7 @@ def test_8_billion_parameters_fit_the_chips_of_a_slice_and_not_of_one_of_its_hos
 def test_the_page_shows_everything_and_needs_neither_data_nor_devices(tmp_path: Path) -> None:
     flags = ["--plan", "--plan_devices=512", "--plan_device_kind=tpu-v5p", "--model_variant=llama3_70b"]
     flags += ["--sharding_strategy=fsdp", "--batch_size=1", "--fsdp_activation_checkpointing"]
-    command = [sys.executable, "main_training.py", *flags, f"--plan_json={tmp_path / 'p'}"]
+    command = [*python(), "main_training.py", *flags, f"--plan_json={tmp_path / 'p'}"]
     page = call(command, env={**os.environ, "PJRT_DEVICE": "TPU"}).stdout
     assert "70,553,706,496 parameters" in page
     assert "model.layers.*.mlp.down_proj.weight" in page

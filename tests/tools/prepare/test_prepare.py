@@ -235,15 +235,16 @@ def test_a_second_preparation_of_a_folder_waits_for_the_first(
     """Both would remove each other's files, and one's tokenizer would stand next to the other's shards."""
     write_input(tmp_path, "a.jsonl", as_lines(texts(200)))
     output = tmp_path / "out"
-    command = [sys.executable, "-m", "pretraining.tools.prepare", f"--input={tmp_path / 'in'}", f"--output={output}"]
+    command = ["-m", "pretraining.tools.prepare", f"--input={tmp_path / 'in'}", f"--output={output}", "--processes=1"]
     first = FolderLock(output / ".parts")  # the claim of a preparation that has written nothing yet
     with (tmp_path / "printed").open("w") as printed:
-        second = subprocess.Popen([*command, "--vocab_size=320"], cwd=ROOT, stdout=printed, stderr=subprocess.STDOUT)
+        started = [*python(), *command, "--vocab_size=320"]
+        second = subprocess.Popen(started, cwd=ROOT, stdout=printed, stderr=subprocess.STDOUT)
     wait_until(lambda: f"waiting: {output}/.parts: used by process {os.getpid()}" in written(tmp_path), second)
     assert [path.name for path in output.iterdir()] == [".parts"]
     first.release()
     assert second.wait() == 0, written(tmp_path)
-    assert prepare.main([*command[3:], "--vocab_size=400"]) == 2
+    assert prepare.main([*command[2:], "--vocab_size=400"]) == 2
     assert "prepared from something else (settings changed" in capfd.readouterr().err
 
 
