@@ -308,15 +308,6 @@ def test_variables_that_are_missing_or_wrong_are_a_sentence(
     assert ended.stderr.startswith(sentence) and ended.stderr.count("\n") == 1
 
 
-@pytest.mark.slow
-def test_processes_of_one_host_listen_on_the_loopback_address_only(installed: Path) -> None:
-    with Attended(installed, "--num_steps=100000", NPROC="2", PJRT_DEVICE="") as run:
-        wait_until(partial(run.has_reached, 3), run.script)
-        processes = psutil.Process(run.script.pid).children(recursive=True)
-        sockets = [each for process in processes for each in process.net_connections() if each.status == "LISTEN"]
-        assert {each.laddr.ip for each in sockets} == {"127.0.0.1"} and len(run.workers()) == 2
-
-
 # How each start ends: exit code (-9: killed) and newest step; the code of the script, and how often it starts.
 ENDINGS: dict[str, tuple[str, list[tuple[int, int]], int, int]] = {
     "it ends well": ("", [(5, 3), (-9, 6), (1, 7), (0, 8)], 0, 4),
@@ -365,15 +356,17 @@ sys.exit(0 if int(os.environ["RESTARTS"]) else 5)
 
 
 @pytest.mark.slow
-def test_the_script_trains_with_its_settings_and_passes_sigterm_on(installed: Path) -> None:
-    command = ["bash", "scripts/train.sh", *TOY.split(), "--num_steps=1000000"]
-    with subprocess.Popen(command, cwd=installed, stderr=subprocess.PIPE, text=True) as script:
-        metrics = installed / "run" / "metrics.jsonl"
-        wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, script)
-        script.send_signal(signal.SIGTERM)
-        _, errors = script.communicate(timeout=PATIENCE)
-    assert script.returncode == 128 + signal.SIGTERM, errors
-    assert "--num_steps=70 is overridden by the later --num_steps=1000000" in errors
+def test_two_processes_train_with_the_script_s_settings_on_the_loopback_address_only_and_obey_its_sigterm(
+    installed: Path,
+) -> None:
+    with Attended(installed, "--num_steps=1000000", NPROC="2", PJRT_DEVICE="") as run:
+        wait_until(partial(run.has_reached, 3), run.script)
+        processes = psutil.Process(run.script.pid).children(recursive=True)
+        sockets = [each for process in processes for each in process.net_connections() if each.status == "LISTEN"]
+        assert {each.laddr.ip for each in sockets} == {"127.0.0.1"} and len(run.workers()) == 2
+        run.script.send_signal(signal.SIGTERM)
+        assert run.script.wait(PATIENCE) == 128 + signal.SIGTERM, run.errors()
+    assert "--num_steps=70 is overridden by the later --num_steps=1000000" in run.errors()
     ended = bash(installed, f"bash scripts/train.sh {TOY} --log_dir=finished --num_steps=2")
     assert ended.returncode == 0, ended.stderr
     assert (installed / "finished" / "metrics.jsonl").read_text().count("grad_norm") == 2
