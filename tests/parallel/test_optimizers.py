@@ -65,9 +65,10 @@ CASES: dict[str, Fields] = chosen(
     # fp32 is AdamW; the first two are an extension's
     BY_OPTIMIZER.keys() & {"adafactor, padded", "muon"} | {"fp32", "mixed_bf16", "bf16_sr", "dropout", "1-norm"},
 )
-RESUMED = {"adafactor, padded", "bf16_sr", "dropout"}
+SPLIT = {name: fields for name, fields in CASES.items() if name != "fp32"}  # with which one process is compared
+RESUMED = {"adafactor, padded", "bf16_sr"}
 if runs_all():
-    RESUMED |= {*FULL_TENSOR_RULES, "madgrad_wd", "sgd", "mixed_bf16_sr", "dropout, stages"}
+    RESUMED |= {*FULL_TENSOR_RULES, "madgrad_wd", "sgd", "mixed_bf16_sr", "dropout", "dropout, stages"}
 RESUMED &= CASES.keys()
 
 
@@ -92,7 +93,7 @@ def on_xla(folder: Path) -> dict[str, Any]:
     pytest.importorskip("torch_xla")
     # Accumulated where gradients are not summed in their parameters' dtype
     sizes = {"no masters": 1, **dict.fromkeys(EQUAL_MICRO_BATCHES, 1)}
-    cases = {**CASES, **stopped(folder), **equal_micro_batches(4)}
+    cases = {**SPLIT, **stopped(folder), **equal_micro_batches(4)}
     cases |= {
         name: {**fields, **STAGES, "gradient_accumulation_steps": 2}
         for name, fields in cases.items()
@@ -108,7 +109,7 @@ def on_xla(folder: Path) -> dict[str, Any]:
 @cache
 def on_torch(processes: int, folder: Path | None = None) -> dict[str, Any]:
     """Without a folder all cases; with one, those that 4 virtual devices have saved there, resumed."""
-    cases = stopped(folder) if folder else CASES
+    cases = stopped(folder) if folder else CASES if processes == ALONE else SPLIT
     cases = {name: {**fields, "batch_size": 4} for name, fields in cases.items()}
     if processes > 1:
         cases |= {name: {**fields, **STAGES} for name, fields in cases.items() if "stages" in name}

@@ -58,11 +58,12 @@ TENSOR: Fields = {"tensor_parallel_size": 2, "batch_size": 4}
 TENSOR_4: Fields = {"tensor_parallel_size": 4, "batch_size": 8}
 # What a tensor rank must not count twice, and what it has a part of the gradient of.
 BIASES: Fields = {"attn_bias": True, "mlp_bias": True, "norm_type": "layernorm", "norm_bias": True}
+TWO_LAYERS: Fields = {"num_layers": 2}  # four processes take half of the time
 THREE_HEADS: Fields = {"num_attention_heads": 6, "num_kv_heads": 3, "head_dim": 16}
 FORMS: dict[str, Fields] = {
-    "biases, sequence": {**BIASES, "learning_rate": 1e-3, "qk_norm": True, "hidden_dropout": 0.1},
+    "biases, sequence": {**TWO_LAYERS, **BIASES, "learning_rate": 1e-3, "qk_norm": True, "hidden_dropout": 0.1},
     "dropout": DROPOUT,
-    "adapters": ADAPTERS,
+    "adapters": {**TWO_LAYERS, **ADAPTERS},
     "padded": {
         "vocab_size": 500,
         "make_vocab_size_divisible_by": 24,
@@ -76,7 +77,7 @@ FORMS: dict[str, Fields] = {
     "window": {"sliding_window": 20, "position_embedding_type": "learned_absolute"},
     # Three key/value heads on two tensor ranks, and two on four
     "three heads": {**THREE_HEADS, "attn_bias": True, "qk_norm": True, "optimizer": "muon", "learning_rate": 1e-2},
-    "two heads": {**LORA, "num_kv_heads": 2, "qkv_bias": True},
+    "two heads": {**TWO_LAYERS, **LORA, "num_kv_heads": 2, "qkv_bias": True},
     # Six rows on four devices, 2, 2, 2 and 0 of them: the last one has no maximum
     "narrow adapters": {"lora_rank": 6, "lora_init": "gaussian", "optimizer": "sm3", "learning_rate": 1e-2},
 }
