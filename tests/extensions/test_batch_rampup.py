@@ -57,10 +57,7 @@ def test_every_size_is_megatron_s_and_nothing_is_lost_between_steps(case: tuple[
 
 @pytest.mark.parametrize(
     ("fields", "sizes"),
-    [
-        ({"rampup_batch_size": "2,2,30"}, [2] * 5 + [4] * 3 + [6] * 2 + [8] * 2),
-        ({"skip_samples": "8-11"}, [8] * 12),
-    ],
+    [({"rampup_batch_size": "2,2,30"}, [2] * 5 + [4] * 3 + [6] * 2 + [8] * 2), ({"skip_samples": "8-11"}, [8] * 12)],
 )
 def test_the_sequences_of_a_run_are_those_of_its_global_batches(fields: dict[str, Any], sizes: list[int]) -> None:
     config = CONFIGURATION(**{"global_batch_size": 8, "num_steps": 12, **fields})

@@ -85,11 +85,7 @@ PAIRS = (
 )
 CASES: dict[int, dict[str, Fields]] = {
     1: {"fsdp, a third": {**FSDP, **A_THIRD}},
-    4: {
-        "ddp": DDP,
-        "fsdp, a third": {**FSDP, **A_THIRD},
-        "hsdp": HSDP_2,
-    },
+    4: {"ddp": DDP, "fsdp, a third": {**FSDP, **A_THIRD}, "hsdp": HSDP_2},
     8: {
         **{f"{strategy}, {blocks}": {**STRATEGIES[strategy], **RECOMPUTED[blocks]} for strategy, blocks in PAIRS},
         "modules": {**FSDP, **MODULES},
