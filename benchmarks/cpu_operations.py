@@ -3,21 +3,22 @@
     OMP_NUM_THREADS=1 taskset -c 1 python -m benchmarks.cpu_operations
 
 16 sequences of 256 tokens, 6 heads of 32 channels, hidden size 192, 4096 ids, fp32. Each is a program of its own; the
-least of five rounds in turns. "x y^T" names a product whose right operand is stored with the summed dimension last.
+least of 30 calls in turns. "x y^T" names a product whose right operand is stored with the summed dimension last.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from benchmarks.cpu import use_one_device
+from benchmarks.cpu import seconds, use_one_device
+from pretraining.parallel import accelerator
 from pretraining.parallel.xla.engine import CPU_FLAGS
 
-ROUNDS, CALLS = 5, 6
+ROUNDS = 30
 
 
 def operations() -> dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor]]]:
@@ -42,38 +43,35 @@ def operations() -> dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tens
     }
 
 
-def cpu_ms(call: Callable[[], object]) -> float:
-    """Return the CPU milliseconds of a call, all threads together."""
-    began = time.process_time()
-    for _ in range(CALLS):
-        call()
-    return (time.process_time() - began) / CALLS * 1000
+def compute_on_xla(function: Callable[..., torch.Tensor], arguments: list[torch.Tensor]) -> None:
+    """Compute and wait."""
+    import torch_xla
+    from torch_xla.core import xla_model
+
+    result = function(*arguments)  # kept, or nothing is computed
+    torch_xla.sync()
+    xla_model.wait_device_ops()
+    del result
+
+
+def compute(function: Callable[..., torch.Tensor], arguments: list[torch.Tensor]) -> None:
+    """Compute with torch's kernels."""
+    function(*arguments)
 
 
 def main() -> None:
     """Measure and print; see the module's docstring."""
     use_one_device()
     os.environ["XLA_FLAGS"] = CPU_FLAGS
+    accelerator.keep_freed_memory()  # as the torch engine does, or new pages are measured, too
     import torch_xla
-    from torch_xla.core import xla_model
 
     device = torch_xla.device()
     print("| operation | XLA, CPU ms | torch, CPU ms | XLA / torch |\n|---|---|---|---|")
     for name, (function, arguments) in operations().items():
         placed = [argument.to(device) for argument in arguments]
-
-        def on_xla(function: Callable[..., torch.Tensor] = function, placed: list[torch.Tensor] = placed) -> None:
-            result = function(*placed)  # kept, or nothing is computed
-            torch_xla.sync()
-            xla_model.wait_device_ops()
-            del result
-
-        def on_torch(function: Callable[..., torch.Tensor] = function, given: list[torch.Tensor] = arguments) -> None:
-            function(*given)
-
-        on_xla()
-        on_torch()
-        times = [(cpu_ms(on_xla), cpu_ms(on_torch)) for _ in range(ROUNDS)]
+        calls = partial(compute_on_xla, function, placed), partial(compute, function, arguments)
+        times = [[1000 * seconds(call)[1] for call in calls] for _ in range(ROUNDS)]
         xla, plain = (min(column) for column in zip(*times, strict=True))
         print(f"| {name} | {xla:.1f} | {plain:.1f} | {xla / plain:.2f} |", flush=True)
 
