@@ -171,7 +171,8 @@ class Checkpoints:
             self._removal.result()
 
     def _failed(self, error: OSError) -> None:
-        self._failures += not self.saved_to  # another place is one more: the run goes on without it
+        if not self.saved_to:  # another place is one more: the run goes on without it
+            self._failures += 1
         self._peers.say(f"saving to {self.saved_to or self.folder} failed: {error}; earlier checkpoints are untouched")
         if not self.saved_to and self._failures >= self._config.ckpt_max_failures:
             raise SaveFailedError(f"{self._failures} saves in a row failed, the last one with: {error}") from error

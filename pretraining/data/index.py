@@ -176,8 +176,8 @@ def _load(file: TokenShard, sidecar: Path) -> ShardIndex | None:
         return None
     if index is None or index.stamp != stamp_of(file.path):
         return None
-    has_tokens = index.tokens == file.path or location(index.tokens).exists()
-    if not has_tokens or (index.tokens != file.path and index.token_stamp != stamp_of(index.tokens)):
+    is_other = index.tokens != file.path
+    if is_other and not (location(index.tokens).exists() and index.token_stamp == stamp_of(index.tokens)):
         return None
     # the version of an object is that of its content; the time of a file is not
     if not is_remote(file.path) and index.fingerprint != _fingerprint(file.path, index.tokens):

@@ -11,6 +11,7 @@ reader was 220 lines, and an index is built once and kept, so pyarrow is the onl
 from __future__ import annotations
 
 import io
+import os
 import struct
 from array import array
 from collections.abc import Callable, Iterator
@@ -55,8 +56,7 @@ def index_arrow(
 
     try:
         # pyarrow opens a file of its own in half the time; a path may not be UTF-8
-        name = path.encode(errors="surrogateescape")
-        with location(path).open("rb", LARGE) if is_remote(path) else pa.OSFile(name) as source:
+        with location(path).open("rb", LARGE) if is_remote(path) else pa.OSFile(os.fsencode(path)) as source:
             if source.read(len(MAGIC)) == MAGIC:
                 footer = _footer(source)
                 schema, blocks = pa.ipc.open_file(pa.BufferReader(MAGIC + footer)).schema, _blocks(footer)
