@@ -204,6 +204,7 @@ def test_a_mistake_and_its_consequences_are_one_problem(capsys: pytest.CaptureFi
     assert complaints(capsys, DUMMY, "--num_kv_heads=0").startswith("1 problem ")
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(st.lists(st.sampled_from(["--batch_size", "--low_cpu_fsdp", "--nolow_cpu_fsdp", "--x", "--", "-b", "3", "a=b"])))
 def test_every_word_is_a_flag_or_a_problem(words: list[str]) -> None:

@@ -356,6 +356,7 @@ def test_a_flip_in_the_offsets_of_a_list_column_names_the_shard(tmp_path: Path, 
                 assert str(path) in str(error)
 
 
+@pytest.mark.slow
 @needs("verification")
 @pytest.mark.parametrize("kind", ["prepared", *OTHERS])
 def test_damage_to_a_shard_that_no_run_has_read_is_never_silent(kind: str, tmp_path: Path) -> None:
@@ -373,6 +374,7 @@ def test_words_exchanged_after_the_first_read_are_found(kind: str, tmp_path: Pat
     assert not results["silent"] and results["refused"] > 3
 
 
+@pytest.mark.slow
 def test_shards_that_were_prepared_before_have_no_list_of_blocks_and_load(tmp_path: Path) -> None:
     shard = UnreadShard(tmp_path, "prepared")
     description = json.loads((shard.data / "meta.json").read_text())

@@ -44,6 +44,7 @@ def small_corpus(shards: list[list[int]], **fields: Any) -> Iterator[tuple[Train
         yield settings(Path(folder) / "data", **fields), documents
 
 
+@pytest.mark.slow
 @tries(max_examples=25)
 @given(SHARDS, st.integers(1, 60), st.sampled_from([1, 2, 3, 8, 1024]))
 def test_every_token_is_delivered_exactly_once_in_each_epoch_and_empty_documents_are_counted(
@@ -97,6 +98,7 @@ def test_the_rows_are_those_that_the_documents_describe(shards: list[list[int]],
         assert [row.tolist()[: len(want)] for row, want in zip(got, expected, strict=True)] == expected
 
 
+@pytest.mark.slow
 @tries(max_examples=25)
 @given(SHARDS, st.integers(1, 12), st.integers(1, 3), st.integers(1, 3), st.integers(0, 5))
 def test_ranks_threads_and_resume_points_do_not_change_the_global_batch(

@@ -70,6 +70,7 @@ def test_a_save_that_ends_at_any_request_leaves_nothing_that_is_read(tmp_path: P
         assert not find_checkpoints(location(name)).uncommitted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["cut", "503"])
 def test_a_save_survives_passing_network_errors_which_the_reports_count(
     tmp_path: Path, proxy: FaultProxy, fault: str

@@ -237,6 +237,7 @@ def test_prepared_data_are_moved_to_object_storage_and_complete_with_their_flags
     assert f"{there}: prepared from something else (settings changed" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_another_start_makes_one_request_for_each_shard(tmp_path: Path, proxy: FaultProxy) -> None:
     counts = []
     for shards in (2, 6):

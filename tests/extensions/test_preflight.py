@@ -80,6 +80,7 @@ def test_what_a_check_left_that_was_killed_is_removed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [new]
 
 
+@pytest.mark.slow
 def test_a_default_that_was_edited_to_something_else_is_named_with_its_line(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "pretraining", tmp_path / "pretraining", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "main_training.py", tmp_path)

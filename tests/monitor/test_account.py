@@ -18,6 +18,7 @@ from pretraining.monitor.metrics import cut_back, read_metrics
 START = st.tuples(st.integers(1, 6), st.integers(0, 12), st.integers(0, 9), st.integers(0, 9))
 
 
+@pytest.mark.slow
 @given(st.lists(START, min_size=1, max_size=5))
 def test_the_account_adds_up_to_the_time_since_the_first_start(starts: list[tuple[int, int, int, int]]) -> None:
     """Each start makes some steps of 1 s, is alive for a while after the last report, and is then missed."""

@@ -224,6 +224,7 @@ def test_mistakes_in_the_flags_are_reported_once_by_all_processes_of_a_host(inst
     assert "--engine=torhc" in ended.stderr and "note:" not in ended.stderr.partition("2 problems")[2]
 
 
+@pytest.mark.slow
 def test_a_configuration_file_replaces_the_settings_and_help_lists_them(installed: Path) -> None:
     (installed / "run.toml").write_text('model_variant = "mini"\nuse_dummy_dataset = true\nseq_length = 512\n')
     ended = bash(installed, "bash scripts/train.sh --config_file=run.toml --import_only")

@@ -42,6 +42,7 @@ def test_the_loop_of_the_page_has_the_losses_of_the_script_and_continues(page: d
     assert sorted(path.name for path in (page["folder"] / "checkpoints").iterdir()) == ["step_12", "step_8"]
 
 
+@pytest.mark.slow
 def test_the_script_continues_the_checkpoint_of_a_loop(page: dict[str, Any], tmp_path: Path) -> None:
     settings = {**page["settings"], "engine": "torch", "report_interval": 1, "checkpoint_interval": 12}
     source = page["folder"] / "checkpoints" / "step_8"

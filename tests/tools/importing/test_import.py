@@ -152,6 +152,7 @@ JUNK: list[Any] = [None, True, False, "x", "", "1.0e_8", "???", -1, 0, 1, 3, 0.5
 JUNK += [[], [1, "a"], {"z": 1}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=60)
 @given(data=st.data())

@@ -149,6 +149,7 @@ PIPED: dict[str, Any] = {"model_variant": "llama3_70b", "sharding_strategy": "dd
 PIPED |= {"batch_size": 1, "gradient_accumulation_steps": 16, "plan_devices": 256, "plan_device_kind": "tpu-v5p"}
 
 
+@pytest.mark.slow
 def test_a_pipeline_s_figures_follow_from_its_stages_and_ticks() -> None:
     whole, piped = plan_of(config(**PIPED)), plan_of(config(**PIPED, pipeline_parallel_size=8))
     blocks, of_stage = ([plan.bytes_of(w) for w in plan.weights if "proj" in w.name] for plan in (whole, piped))
