@@ -185,12 +185,12 @@ def loss_and_gradient(
     combine: CombineShards | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See LossAndGradient. The gradient is multiplied by `factor` (fp16's loss scale) while it is fp32."""
-    if logits.is_cpu and not (combine or any(options) or torch.compiler.is_compiling()):
+    if logits.is_cpu and not (combine or any(options) or torch.compiler.is_compiling() or logits.is_inference()):
         # Eagerly, each operation below reads and writes memory: torch's own kernels take 0.4 of the time.
         with torch.enable_grad():
             logits = logits.detach().requires_grad_()
             used = logits if vocabulary == logits.shape[-1] else logits[..., :vocabulary]
-            loss = F.cross_entropy(used.float(), labels, ignore_index=IGNORED, reduction="sum")
+            loss = F.cross_entropy(used.float(), labels.long(), ignore_index=IGNORED, reduction="sum")
         (gradient,) = torch.autograd.grad(loss, logits, factor)
         return loss.detach(), gradient
     losses, capped, is_label, log_normalizer = cross_entropy(logits, labels, vocabulary, options, first, combine)

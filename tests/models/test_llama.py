@@ -142,16 +142,20 @@ def test_the_last_queries_of_a_row_see_what_they_see_among_all(kernel: Kernel) -
             torch.testing.assert_close(attention(q[:, :, -4:], k, v, part, kernel), want)
 
 
-def test_the_loss_has_a_cap_of_the_logits_and_the_squared_log_sum_exp_of_trained_tokens() -> None:
+@pytest.mark.parametrize("options", [LossOptions(z_loss=0.5, logit_softcap=2.0), LossOptions()])
+def test_the_loss_has_a_cap_of_the_logits_and_the_squared_log_sum_exp_of_trained_tokens(options: LossOptions) -> None:
     torch.manual_seed(0)
-    options = LossOptions(z_loss=0.5, logit_softcap=2.0)
     logits, labels = torch.randn(6, 16, requires_grad=True), torch.tensor([3, 0, IGNORED, 9, 1, IGNORED])
-    trained, vocabulary = labels != IGNORED, 11  # the other columns are padding
-    capped = 2 * torch.tanh(logits[:, :vocabulary] / 2)
+    trained, vocabulary, cap = labels != IGNORED, 11, options.logit_softcap  # the other columns are padding
+    capped = cap * torch.tanh(logits[:, :vocabulary] / cap) if cap else logits[:, :vocabulary]
     plain = F.cross_entropy(capped, labels, reduction="sum")
-    want = plain + 0.5 * capped[trained].logsumexp(-1).square().sum()
+    want = plain + options.z_loss * capped[trained].logsumexp(-1).square().sum()
     (want_gradient,) = torch.autograd.grad(want, logits)
+    labels = labels.int()  # as a stream has them
     with_autograd = next_token_loss(logits, labels, vocabulary, options)
-    loss, gradient = loss_and_gradient(logits.detach(), labels, vocabulary, options=options)
-    for got, got_gradient in ((with_autograd, torch.autograd.grad(with_autograd, logits)[0]), (loss, gradient)):
+    results = [(with_autograd, torch.autograd.grad(with_autograd, logits)[0])]
+    results.append(loss_and_gradient(logits.detach(), labels, vocabulary, options=options))
+    with torch.inference_mode():
+        results.append(loss_and_gradient(logits * 1, labels, vocabulary, options=options))
+    for got, got_gradient in results:
         assert torch.allclose(got, want) and torch.allclose(got_gradient, want_gradient, atol=1e-6)
