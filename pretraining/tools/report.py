@@ -147,8 +147,14 @@ def serve_page(folders: Sequence[Path], port: int) -> int:
         def log_message(self, format: str, *args: Any) -> None:
             """Print no line for each request."""
 
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            """Print no traceback for a browser that leaves before it has the page."""
+            if not isinstance(sys.exception(), ConnectionError):
+                super().handle_error(request, client_address)
+
     try:
-        server = ThreadingHTTPServer(("127.0.0.1", port), Page)
+        server = Server(("127.0.0.1", port), Page)
     except (OSError, OverflowError) as error:
         print(f"--port={port}: cannot be listened on ({error}); give another one", file=sys.stderr)
         return 2

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -98,12 +100,17 @@ def test_a_watched_page_shows_the_runs_as_they_stand(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pretraining.tools.report", str(folder), "--watch", "--port=0"]
     # A shell's background job ignores SIGINT, and so would what it starts
     obey = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=obey) as server:  # noqa: PLW1509
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=obey) as server:  # noqa: PLW1509
         try:
-            assert server.stdout
+            assert server.stdout and server.stderr
             address = server.stdout.readline().split()[0]
             with urlopen(Request(address, method="HEAD")) as answer:  # by which a page learns that the server is there
                 assert (answer.status, answer.read()) == (200, b"")
+            with socket.create_connection(("127.0.0.1", urlsplit(address).port)) as browser:  # leaves in mid-page
+                browser.sendall(b"GET / HTTP/1.0\r\n\r\n")
+                assert browser.recv(8) == b"HTTP/1.0"
+                browser.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             before = Page(urlopen(address).read().decode())
             write_lines(folder / "metrics.jsonl", [{"step": 3, "loss": 0.125}], "a")
             after = Page(urlopen(address).read().decode())
@@ -111,7 +118,8 @@ def test_a_watched_page_shows_the_runs_as_they_stand(tmp_path: Path) -> None:
             assert subprocess.run(taken, stderr=subprocess.DEVNULL, check=False).returncode == 2
         finally:
             server.send_signal(signal.SIGINT)
-    assert server.returncode == 0
+        errors = server.stderr.read()
+    assert (server.returncode, errors) == (0, "")
     shown = [page.figures[0]["data"][0]["meta"]["values"] for page in (before, after)]
     assert shown == [[9.0, 4.5], [9.0, 4.5, 0.125]]
 
