@@ -232,10 +232,16 @@ def _truth(text: str) -> bool:
 
 
 def _find_input(options: Options) -> tuple[list[Input], list[Input]]:
-    """Return the files to read, and files in the given folders that are ignored."""
+    """Return the files to read, and files in the given folders that are ignored.
+
+    Files of an output that lies in an input are neither.
+    """
     endings = options.endings.split(",")
     if not options.stdlib:
-        return find_files(options.input.split(","), endings)
+        files, ignored = find_files(options.input.split(","), endings)
+        if is_remote(options.output) or not (output := Path(options.output).resolve()).is_dir():
+            return files, ignored
+        return without(output, files), without(output, ignored)
     root = Path(sysconfig.get_paths()["stdlib"])
     excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # packages, and 60 % of tests
     # Packages may be 50 times as many files, so they are not looked at.
@@ -244,6 +250,13 @@ def _find_input(options: Options) -> tuple[list[Input], list[Input]]:
     ]
     files, _ = find_files([str(path) for path in inside], endings)
     return [file for file in files if not excluded & {*Path(str(file)).relative_to(root).parts}], []
+
+
+def without(folder: Path, files: list[Input]) -> list[Input]:
+    """Return the files that are not in a folder, which has no links in its path."""
+    parents = {file.parent for file in files if isinstance(file, Path)}
+    inside = {parent for parent in parents if parent.resolve().is_relative_to(folder)}
+    return [file for file in files if isinstance(file, Url) or file.parent not in inside]
 
 
 def _plan(options: Options, files: list[Input]) -> dict[str, Any]:

@@ -406,6 +406,8 @@ def test_a_vocabulary_that_is_too_large_can_be_lowered_in_the_same_folder(
         assert run(tmp_path, f"--vocab_size={size}") == 2
         assert re.search(rf"--vocab_size={size}: .* {remedy}", capsys.readouterr().err)
     assert run(tmp_path, "--vocab_size=320", "--processes=1") == 0
+    inside = [f"--input={tmp_path / 'in'}", f"--output={tmp_path / 'in' / 'out'}", "--vocab_size=320", "--processes=1"]
+    assert [prepare.main(inside), prepare.main(inside)] == [0, 0]  # the second does not read flags.txt of the first
 
 
 @pytest.mark.parametrize("ending", [".json", ".csv", ".pdf", ".arrow"])
