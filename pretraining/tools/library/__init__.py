@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 from main_training import EXTENSIONS, configure
 from pretraining.checkpoint.checkpoints import DTYPES_ON_DISK, saved_part
@@ -171,7 +171,11 @@ class Training:
         checkpoint = self._peers.each(partial(open_checkpoint, paths[0]))
         restoring = Restoring(self.config, self._peers, self.trainee.state(), Start())
         restart = restoring.lacks_moments(checkpoint)
-        restoring.load(checkpoint, restoring.names_to_continue(checkpoint, weights_only=restart))
+        names = restoring.names_to_continue(checkpoint, weights_only=restart)
+        restoring.load(checkpoint, names)
+        for name, part in cast(Any, self.trainee).step.parts.items():
+            if name not in names:  # a run without fp16 has saved it: no loss scale is left of steps before the load
+                part.restart()
         restoring.state.commit(restart_optimizer=restart)
         config, differing = self.config, changes(checkpoint.facts.config, self.config)
         refused = [each for each in differing if each.field in config.matching_settings]  # by the script
