@@ -19,6 +19,7 @@ ranks there are and how their tensors are named; --hw_backend=trn1 or trn2 where
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import shutil
 import sys
@@ -87,6 +88,7 @@ if TYPE_CHECKING:
 CHOICES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_SIZE = 5_000_000_000  # bytes of one file, transformers' default before version 5
 ADAPTER = "lora_adapter"  # folder next to the base model
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what the system says of writes alone
 # Flags that some conversions do not read, and their defaults
 OPTIONS = {
     **dict.fromkeys(("tokenizer_path", "average_with", "import_config", "hw_backend", "model_config_path"), ""),
@@ -340,8 +342,11 @@ def _new_folder(target: Path, files: Mapping[str, bytes]) -> Iterator[Path]:
             DISK.write_file(folder / name, content)
         yield folder
         DISK.sync(folder)
-    except BaseException:  # a disk that it has filled gets its room back
+    except BaseException as error:  # a disk that it has filled gets its room back
         shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            remedy = "make room, or give another folder"
+            raise UserError(f"{target}: cannot be written: {error.strerror}; {remedy}") from error
         raise
     rename(folder, target)
 

@@ -476,8 +476,13 @@ def test_a_disk_that_takes_no_more_is_a_sentence(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        code = export(ours, tmp_path / "theirs", of_model("nemo", mcore_gpt=True))
+        codes = [
+            export(ours, tmp_path / "theirs", of_model("nemo", mcore_gpt=True)),
+            main([str(ours), str(tmp_path / "theirs_hf")]),
+        ]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert code == 2 and "model_weights.ckpt: cannot be written: [Errno 27] File too large" in capsys.readouterr().err
-    assert not list(tmp_path.glob("theirs*"))
+    assert codes == [2, 2] and not list(tmp_path.glob("theirs*"))
+    errors = capsys.readouterr().err
+    assert "model_weights.ckpt: cannot be written: [Errno 27] File too large" in errors
+    assert f"{tmp_path}/theirs_hf: cannot be written: File too large; make room, or give another folder" in errors
