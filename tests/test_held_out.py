@@ -185,7 +185,9 @@ def terminate() -> None:
 
 
 @pytest.mark.slow
-def test_a_signal_ends_what_follows_a_step_and_the_next_start_makes_it(runs: Runs, tmp_path: Path) -> None:
+def test_a_signal_ends_what_follows_a_step_and_the_next_start_makes_it(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = {**runs.flags, "val_interval": 2, "eval_interval": 2, "test_steps": 4, "checkpoint_interval": 10}
     flags |= {"test_data_path": flags["valid_data_path"], "val_sanity_steps": -1, "val_steps": 4}
     whole = train({**flags, "log_dir": tmp_path / "whole"}).records
@@ -195,6 +197,8 @@ def test_a_signal_ends_what_follows_a_step_and_the_next_start_makes_it(runs: Run
         stop = Extension(watch=partial(Stop, steps, number))
         stopped = train({**flags, "log_dir": tmp_path}, extensions=(stop, *EXTENSIONS))
         assert stopped.code == 128 + signal.SIGTERM
+        plan = "leaving" if number else "saving and leaving"  # what no step came before is saved already
+        assert f"SIGTERM: {plan}; again" in capsys.readouterr().err
         assert [record["step"] for record in stopped.records if "val_loss" in record] == [0, 2, 4][:validations]
         assert [record["step"] for record in stopped.records if "loss" in record] == list(range(1, steps + 1))
         assert not any("test_loss" in record for record in stopped.records)

@@ -54,7 +54,7 @@ class Checkpoints:
         self._before: int | None = None  # the one before it
         # Of saves to `folder` in a row; Start.digest of the run; seconds until a save was committed
         self._failures, self._base, self.longest_save = 0, "", 0.0
-        self.saved_to: Place | None = None  # by the last save; None: to `folder`
+        self.saved_to: Place | None = None  # where the newest step is; None: in `folder`
         self._background = config.background_saves(self._peers)
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="removal")  # a disk takes 0.26 s a GB
         self._removal: Future[None] | None = None  # of old checkpoints, after the last save
@@ -97,7 +97,7 @@ class Checkpoints:
 
     def _continue(self, restoring: Restoring, paths: list[Location], local: Mapping[Location, Place]) -> Facts:
         facts, damaged = restoring.continue_from(paths, local)
-        self.newest = facts.step
+        self.newest, self.saved_to = facts.step, local.get(paths[len(damaged)])
         if self._config.checkpoint_interval:  # the removal of old checkpoints would count the corrupt ones
             for path in (path for path in damaged if path not in local):
                 self._peers.lead(partial(store_of(path).set_aside, path))

@@ -28,12 +28,16 @@ def leave_after_signal(run: TrainingRun) -> None:
 @contextmanager
 def until_signal(run: TrainingRun, what: str) -> Iterator[None]:
     """Leave the block at a LeftError, after which the loop saves and makes no step. what: what is left."""
+    interrupt, plan = run.interrupt, run.interrupt.plan
+    if run.step == run.start_step:  # which may be within the compilations before the first step
+        interrupt.plan = "leaving"
     try:
         yield
     except LeftError:
-        run.interrupt.is_leaving = True
+        interrupt.is_leaving = True
         run.print(f"{what}: left after a signal; the same command makes up for it")
     finally:
+        interrupt.plan = plan
         run.watchdog.rest()
 
 

@@ -22,6 +22,7 @@ ECHO = 2.0
 # Seconds that processes wait for each other after a signal. torchrun also signals the survivors of a dead process, and
 # kills them 30 s later.
 RENDEZVOUS = 20.0
+COMPILING, TRAINING = "leaving after this compilation", "saving and leaving"  # what a first signal does, in words
 
 
 class NoRendezvousError(RuntimeError):
@@ -87,8 +88,8 @@ class Interrupt:
         # gloo on every engine: an asynchronous all-reduce of one number, for which no device waits.
         self._group = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo") if processes > 1 else None
         self._pending: tuple[torch.Tensor, dist.Work] | None = None  # the all-reduce of the last call
-        # The loop says that no step ends for long; a watcher, that it left its work for a signal: no step may follow.
-        self.is_compiling = self.is_leaving = False
+        # The loop says what a signal does now; a watcher, that it left its work for a signal: no step may follow.
+        self.plan, self.is_leaving = TRAINING, False
         self._pipe, write_end = os.pipe()
         os.set_blocking(write_end, False)
         self._earlier_descriptor = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
@@ -112,8 +113,7 @@ class Interrupt:
     def _receive(self, number: int) -> None:
         if not self._signal:
             self._signal, self._received = number, time.monotonic()
-            plan = "leaving after this compilation" if self.is_compiling else "saving and leaving"
-            print(f"{signal.Signals(number).name}: {plan}; again to leave at once", file=sys.stderr, flush=True)
+            print(f"{signal.Signals(number).name}: {self.plan}; again to leave at once", file=sys.stderr, flush=True)
         elif time.monotonic() - self._received > ECHO and (number != signal.SIGINT or not hasattr(sys, "ps1")):
             os._exit(128 + number)
 

@@ -24,7 +24,7 @@ from pretraining.data.stream import cut_rows
 from pretraining.monitor.account import account_line, totals
 from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.engine import Batch, LostPeerError, StepResult, raise_lost_peer_error
-from pretraining.run.interrupt import NoRendezvousError
+from pretraining.run.interrupt import COMPILING, TRAINING, NoRendezvousError
 from pretraining.run.reports import Reports, begins_rows, gather_from_processes
 from pretraining.run.training_run import TrainingRun
 
@@ -39,9 +39,8 @@ def train_steps(run: TrainingRun, extensions: Sequence[Extension]) -> int:
             _check_watchers(run)
             if run.start_step >= run.config.num_steps:
                 code = FINISHED
-            elif number := _prepare_first_step(run):
-                code = 128 + number
             else:
+                _prepare_first_step(run)
                 code = _run_steps(run, batches, reports)
             if code == FINISHED:
                 for watcher in run.watchers:
@@ -93,7 +92,7 @@ def _run_steps(run: TrainingRun, batches: Prefetcher, reports: Reports) -> int:
         rate = learning_rate(config, step - 1)
         result = _first_step(run, step, batch, rate) if is_first else run.trainee.train_step(batch, rate)
         run.account.begin("train")
-        interrupt.is_compiling = False
+        interrupt.plan = TRAINING
         agreed = interrupt.agreed()
         run.reach(step)
 
@@ -131,34 +130,33 @@ def _check_watchers(run: TrainingRun) -> None:
     assert all(other == names for other in others), f"the processes have different watchers: {others}"
 
 
-def _prepare_first_step(run: TrainingRun) -> int:
+def _prepare_first_step(run: TrainingRun) -> None:
     """Compile what is needed later before the first step, not in mid-run; save where that is asked for.
 
-    Returns the signal after which no further compilation was begun; 0: none came.
+    After a signal no further compilation is begun, and nothing is saved.
     """
     run.account.begin("compile")
-    run.interrupt.is_compiling = True
+    run.interrupt.plan = COMPILING
     for watcher in run.watchers:
-        if number := run.interrupt.agreed_now():
-            return number
+        if run.interrupt.agreed_now():
+            return
         watcher.prepare()
-    run.interrupt.is_compiling = False
+    run.interrupt.plan = TRAINING
     if run.checkpoints.due(run.start_step):
         _save(run, run.start_step)
-    return 0
 
 
 def _left_before(run: TrainingRun, compiles: bool, last: StepResult | None, known: int) -> int:
     """Return the exit code after a signal, because of which a step that compiles is not begun; 0: none came.
 
-    Nor is any step after a watcher that left its work for it. The steps before it are saved. last: the result of the
-    last one, if this process made any. known: see _may_continue.
+    Nor is any step after a watcher that left its work for it. The steps before it are saved, also where this host alone
+    has the last one. last: the result of the last one, if this process made any. known: see _may_continue.
     """
-    run.interrupt.is_compiling = compiles
+    run.interrupt.plan = COMPILING if compiles else TRAINING
     number = run.interrupt.agreed_now() if compiles else 0
-    if number and last:
-        if not _may_continue(run, last.read(), run.step, known):
-            return STOPPED_ITSELF
+    if number and last and not _may_continue(run, last.read(), run.step, known):
+        return STOPPED_ITSELF
+    if number and (last or run.checkpoints.saved_to):
         _save(run, run.step, asked=True)
     return 128 + number if number else 0
 

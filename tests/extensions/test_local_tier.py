@@ -7,16 +7,19 @@ import dataclasses
 import json
 import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import main_training
 from pretraining.checkpoint.checkpoints import Checkpoints, SaveFailedError
 from pretraining.checkpoint.folder import find_checkpoints
 from pretraining.checkpoint.manifest import open_checkpoint, write_commit
 from pretraining.checkpoint.restoring import check_starting_point
 from pretraining.config.errors import UserError
+from pretraining.config.extension import Extension, Watcher
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problems
 from pretraining.extensions.checkpoints import newest_checkpoint
@@ -24,8 +27,10 @@ from pretraining.extensions.local_tier import EXTENSION
 from pretraining.run.configure import start_checks_of
 from pretraining.run.start import parameter_shapes
 from tests.checkpoint.small_run import facts_of, open_run, small_config, train
+from tests.end_to_end.small import ONE_PROCESS
 from tests.faults.damage import flip_bit_at
 from tests.processes import ROOT, run_together
+from tests.waiting import wait_until
 
 DRIVER = ROOT / "tests" / "checkpoint" / "dtensor_driver.py"
 
@@ -81,6 +86,33 @@ def test_what_a_host_alone_has_is_saved_elsewhere_when_a_signal_asks_for_it(tmp_
         checkpoints.save(trainee.state(), facts_of(config, 3), asked=asked)
     checkpoints.close()
     assert names(tmp_path / "local") == names(tmp_path / "checkpoints") == ["step_3"]
+
+
+class Ended(Watcher):
+    """The run is killed after step 3, and its next start gets a signal before it has made a step."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def prepare(self) -> None:
+        if self._run.start_step:
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_until(lambda: self._run.interrupt.agreed_now() > 0)
+
+    def before_step(self, step: int) -> None:
+        if step > 3:
+            raise KilledError
+
+
+@pytest.mark.slow
+def test_what_a_host_alone_has_is_saved_elsewhere_at_a_signal_before_the_first_step(tmp_path: Path) -> None:
+    flags = {**ONE_PROCESS, **settings(tmp_path), "use_dummy_dataset": True, "num_steps": 9, "log_dir": tmp_path}
+    extensions = (*main_training.EXTENSIONS, Extension(watch=Ended))
+    with contextlib.suppress(KilledError):
+        main_training.train(flags, extensions=extensions)
+    assert (names(tmp_path / "local"), names(tmp_path / "checkpoints")) == (["step_3"], [])
+    assert main_training.train(flags, extensions=extensions).code == 128 + signal.SIGTERM
+    assert names(tmp_path / "checkpoints") == ["step_3"]
 
 
 def test_a_corrupt_local_checkpoint_is_one_line_and_the_run_continues_from_the_other_place(

@@ -19,9 +19,10 @@ from tests.warm import python
 # Signals come until one is obeyed; the second one is an echo of the first.
 INSIDE_C = f"""
 import ctypes, itertools, os, signal, sys, threading, time
-from pretraining.run.interrupt import Interrupt
+from pretraining.run.interrupt import COMPILING, Interrupt
 interrupt = Interrupt(1, 5)
-interrupt.is_compiling = sys.argv[1] == "compiling"
+if sys.argv[1] == "compiling":
+    interrupt.plan = COMPILING
 def send():
     for pause in itertools.chain((0.5, 0.5), itertools.repeat({ECHO})):
         time.sleep(pause)
