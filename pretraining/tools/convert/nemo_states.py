@@ -34,7 +34,7 @@ def named_states(loaded: Mapping[str, Any]) -> States | None:
     optimizer = wrapper.get("optimizer") or {}
     groups, states = optimizer.get("param_groups") or [], optimizer.get("state") or {}
     copies = [copy for group in wrapper.get("fp32_from_fp16_params") or [] for copy in group]
-    numbers = [number for group in groups for number in group["params"]]
+    numbers = [number for group in groups for number in group.get("params") or []]
     if not copies or len(copies) != len(numbers):
         return None
     names = _names(loaded.get("state_dict") or {})

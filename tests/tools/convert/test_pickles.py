@@ -246,12 +246,12 @@ def renamed(state: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor
     return {functools.reduce(lambda name, pair: name.replace(*pair), names.items(), n): w for n, w in state.items()}
 
 
-@pytest.mark.parametrize(("ranks", "stages", "is_told"), [(1, 1, True), (2, 2, True), (1, 1, False)])
+@pytest.mark.parametrize(("ranks", "stages", "lacking"), [(1, 1, ""), (2, 2, ""), (1, 1, "copies"), (1, 1, "params")])
 def test_nemo_s_optimizer_states_come_along_where_their_parameters_can_be_told(
-    ranks: int, stages: int, is_told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ranks: int, stages: int, lacking: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Numbered in the order of two groups, with and without decay, beside fp32 copies of bf16 parameters."""
-    weights = llama().state_dict()
+    weights, is_told = llama().state_dict(), not lacking
     states = {moment: {n: torch.rand_like(w) for n, w in weights.items()} for moment in ("exp_avg", "exp_avg_sq")}
     for rank, stage in itertools.product(range(ranks), range(stages)):
         folder = tmp_path / "nemo" / f"tp_rank_{rank:02}_pp_rank_{stage:03}"
@@ -265,8 +265,10 @@ def test_nemo_s_optimizer_states_come_along_where_their_parameters_can_be_told(
             "state": {i: {moment: shards[moment][name] for moment in shards} for i, name in enumerate(order)},
             "param_groups": [{"params": [order.index(n) for n in group], "step": 7} for group in groups],
         }
+        if lacking == "params":
+            optimizer["param_groups"] = [{"step": 7}]
         wrapper = {"optimizer": optimizer, "fp32_from_fp16_params": [[copies[n] for n in g] for g in groups]}
-        model = {name: (copy if is_told else torch.ones_like(copy)).bfloat16() for name, copy in copies.items()}
+        model = {name: (torch.ones_like(copy) if lacking == "copies" else copy).bfloat16() for name, copy in copies.items()}
         loaded = {"state_dict": model, "hyper_parameters": Foreign(0), "optimizer_states": [wrapper]}
         torch.save(loaded, folder / "model_optim_rng.ckpt")
     optimizer_and_tokenizer = {"model.optim.name": "adam", "model.tokenizer.model": "???"}  # the latter does not matter
