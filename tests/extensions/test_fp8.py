@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from main_training import CONFIGURATION
+from main_training import CONFIGURATION, train
 from pretraining.config.errors import UserError
 from pretraining.extensions.fp8 import linear
 from pretraining.extensions.fp8.linear import E4M3, E5M2, Float8, float8_linear, quantize, use_float8
@@ -23,6 +24,7 @@ from pretraining.models.init import on_meta
 from pretraining.parallel.layout import torch_layout
 from pretraining.parallel.mesh import Mesh
 from pretraining.parallel.torch.tensor import shard_over_tensor_ranks
+from tests.end_to_end.small import ONE_PROCESS
 from tests.parallel.launch import ALONE, assert_resumed, run_on_torch
 from tests.parallel.toy import TOY
 from tests.selection import Outcomes, chosen
@@ -168,3 +170,14 @@ def test_a_gpu_without_float8_is_refused_by_name(monkeypatch: pytest.MonkeyPatch
         linear.require_float8(torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     linear.require_float8(torch.device("cuda", 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp8", pytest.param("mixed_bf16", marks=pytest.mark.exhaustive)])
+def test_a_cpu_which_has_no_float8_units_is_named_before_the_first_step(
+    precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags: Fields = {**ONE_PROCESS, "mixed_precision": True, "precision": precision, "num_layers": 1, "num_steps": 1}
+    train({**flags, "seq_length": 16, "use_dummy_dataset": True, "log_dir": tmp_path})
+    before = capsys.readouterr().out.partition("first step:")[0]
+    assert ("--precision=fp8: a CPU has no float8 units" in before) == (precision == "fp8")

@@ -268,7 +268,9 @@ def test_nemo_s_optimizer_states_come_along_where_their_parameters_can_be_told(
         if lacking == "params":
             optimizer["param_groups"] = [{"step": 7}]
         wrapper = {"optimizer": optimizer, "fp32_from_fp16_params": [[copies[n] for n in g] for g in groups]}
-        model = {name: (torch.ones_like(copy) if lacking == "copies" else copy).bfloat16() for name, copy in copies.items()}
+        model = {
+            name: (torch.ones_like(copy) if lacking == "copies" else copy).bfloat16() for name, copy in copies.items()
+        }
         loaded = {"state_dict": model, "hyper_parameters": Foreign(0), "optimizer_states": [wrapper]}
         torch.save(loaded, folder / "model_optim_rng.ckpt")
     optimizer_and_tokenizer = {"model.optim.name": "adam", "model.tokenizer.model": "???"}  # the latter does not matter
