@@ -49,7 +49,7 @@ class Checkpoints:
         """
         self._config, self._peers = config, Peers(timeout=config.collective_timeout)
         self.folder = checkpoint_folder(config, log_dir)
-        self._locks: list[FolderLock] = []
+        self._locks: list[FolderLock | Place] = []
         self.newest: int | None = None  # newest step that is committed, or being written
         self._before: int | None = None  # the one before it
         # Of saves to `folder` in a row; Start.digest of the run; seconds until a save was committed
@@ -178,13 +178,16 @@ class Checkpoints:
             raise SaveFailedError(f"{self._failures} saves in a row failed, the last one with: {error}") from error
 
     def close(self) -> None:
-        """Wait for the last save and release the folder. Raises SaveFailedError if that save failed."""
+        """Wait for the last save and release the folders. Raises SaveFailedError if that save failed."""
         self.wait()
         self._retain()  # the run may have been killed between its last save and the removal of old ones
-        for lock in self._locks:
-            lock.release()
-        self._locks.clear()
-        for place in self._places:
-            place.release()
+        self.release()
         if self._failures:
             raise SaveFailedError(f"the last save to {self.folder} failed")
+
+    def release(self) -> None:
+        """Leave the folders to other runs, as a notebook does that goes on; not while a thread writes to one."""
+        if not (self._background and self._background.is_writing):
+            for lock in (*self._locks, *self._places):
+                lock.release()
+            self._locks.clear()

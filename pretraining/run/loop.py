@@ -66,6 +66,7 @@ def train_steps(run: TrainingRun, extensions: Sequence[Extension]) -> int:
         run.interrupt.close()
         batches.close()
         _close(run, code)
+        run.checkpoints.release()
     _print_where_to_look(run, code)
     run.engine.close()
     return code

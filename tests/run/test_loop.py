@@ -91,6 +91,29 @@ def test_a_run_traces_after_one_of_the_same_process_that_ended_within_its_trace(
     assert list((tmp_path / "second").rglob("*.xplane.pb"))
 
 
+class Leaves(Watcher):
+    """A person leaves the run with a second Ctrl-C in a notebook."""
+
+    def before_step(self, step: int) -> None:
+        """See Watcher."""
+        if step == 2:
+            raise KeyboardInterrupt
+
+
+LOCK = "import sys; from pathlib import Path; from pretraining.storage import FolderLock; "
+LOCK += "[FolderLock(Path(folder)) for folder in sys.argv[1:]]"
+
+
+@pytest.mark.slow
+def test_a_run_that_was_left_in_a_notebook_leaves_its_folders_to_other_processes(tmp_path: Path) -> None:
+    settings = {**DIVERGING, "checkpoint_interval": 1, "log_dir": str(tmp_path)}
+    leaves = Extension(watch=lambda _: Leaves())
+    with pytest.raises(KeyboardInterrupt) as kept:  # with the run, as a notebook keeps it
+        train(settings, extensions=(*EXTENSIONS, leaves))
+    call([*python(), "-c", LOCK, tmp_path, tmp_path / "checkpoints"], env=environment())
+    assert kept
+
+
 class Stop(Watcher):
     """A run's process gets a signal after step 3, before the larger batch of step 4 is compiled."""
 

@@ -88,6 +88,11 @@ class BackgroundSaves:
         self._writing = self._writer.submit(finish)
         return True
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save that was started may not be committed yet."""
+        return self._writing is not None and not self._writing.done()
+
     def wait(self) -> None:
         """Wait until the save that was started is committed. Raises OSError if it failed."""
         writing, self._writing = self._writing, None
