@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,6 +15,7 @@ from pretraining.config.errors import ConfigError
 from pretraining.storage import use_files_of
 from tests.object_storage import FaultProxy, GoogleStorage, environment, gcs_server, s3_server
 from tests.parallel.launch import CHEAP_TO_COMPILE
+from tests.processes import Refusal
 from tests.selection import ALL, runs_all
 from tests.warm import start_server
 
@@ -88,6 +89,23 @@ def lacks_extension(error: BaseException) -> str | None:
     folder = re.match(r"No module named 'pretraining\.extensions\..*", str(error))
     refused = re.search(r"needs pretraining/extensions/\w+, which is not there", str(error))
     return str(error) if unknown or folder or refused else None
+
+
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
+    """Runs the main function of a program that must end with code 2; returns what it prints to stderr."""
+
+    def refuse(main: Callable[..., int], *arguments: object) -> str:
+        capsys.readouterr()
+        try:
+            code: object = main(*arguments)
+        except SystemExit as ended:  # as argparse ends
+            code = ended.code
+        error = capsys.readouterr().err
+        assert code == 2 and "Traceback" not in error, error
+        return error
+
+    return refuse
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from tests.waiting import PATIENCE
 from tests.warm import python
 
 ROOT = Path(__file__).parents[1]
+Refusal = Callable[..., str]  # the fixture of this name in tests/conftest.py
 
 
 def words(settings: Mapping[str, Any]) -> list[str]:

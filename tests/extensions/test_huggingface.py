@@ -33,7 +33,7 @@ from tests.checkpoint.saving import save
 from tests.checkpoint.small_run import facts_of, open_run, small_config
 from tests.checkpoint.test_checkpoints import run
 from tests.end_to_end.small import ROOT
-from tests.processes import call
+from tests.processes import Refusal, call
 from tests.selection import needs
 from tests.tokenizer_files import write_byte_level
 from tests.warm import python
@@ -205,29 +205,24 @@ def test_the_shards_are_as_small_as_asked_and_the_index_names_every_tensor(tmp_p
 
 
 @pytest.mark.slow
-def test_the_commands_work_and_a_used_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_work_and_a_used_target_is_refused(tmp_path: Path, refusal: Refusal) -> None:
     saved(tmp_path / "run" / "checkpoints")
     command = [*python(), "-m", "pretraining.tools.convert", str(tmp_path / "run"), str(tmp_path / "hf")]
     assert call(command).stdout == f"{tmp_path / 'hf'}\n"
     assert is_huggingface(tmp_path / "hf") and not is_huggingface(tmp_path / "run")
     assert main([str(tmp_path / "hf"), str(tmp_path / "back"), "--dtype=bf16"]) == 0
     assert {t.dtype for t in read_tensors(tmp_path / "back" / "step_0").values()} == {torch.bfloat16}
-    assert main([str(tmp_path / "run"), str(tmp_path / "hf")]) == 2
-    assert "exists already" in capsys.readouterr().err
-    assert main([str(tmp_path / "run"), str(tmp_path / "other"), "--tokenizer_path=gone.model"]) == 2
-    assert "--tokenizer_path=gone.model: no such file" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        main([str(tmp_path / "run"), str(tmp_path / "other"), "--shard_size=inf"])
-    assert "--shard_size: inf: use a number, 1 or above" in capsys.readouterr().err
+    assert "exists already" in refusal(main, [str(tmp_path / "run"), str(tmp_path / "hf")])
+    words = [str(tmp_path / "run"), str(tmp_path / "other")]
+    assert "--tokenizer_path=gone.model: no such file" in refusal(main, [*words, "--tokenizer_path=gone.model"])
+    assert "--shard_size: inf: use a number, 1 or above" in refusal(main, [*words, "--shard_size=inf"])
     assert not list(tmp_path.glob("other*"))
 
 
-def test_a_head_of_its_own_in_a_folder_that_ties_it_is_refused_and_a_copy_is_not(tmp_path: Path) -> None:
+def test_a_head_of_its_own_in_a_folder_that_ties_it_is_refused_and_a_copy_is_not(exported: Path) -> None:
     """transformers 5 keeps such a head, with a warning."""
     transformers = pytest.importorskip("transformers")
-    exported = to_huggingface(open_checkpoint(saved(tmp_path / "run")), tmp_path / "hf")
-    config = json.loads((exported / "config.json").read_text())
-    (exported / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    describe(exported, {"tie_word_embeddings": True})
     theirs = transformers.AutoModelForCausalLM.from_pretrained(exported)
     weights = load_file(exported / "model.safetensors")
     assert torch.equal(theirs.lm_head.weight, weights["lm_head.weight"])
@@ -254,9 +249,7 @@ def test_what_is_folded_into_a_weight_in_bf16_is_rounded_to_the_dtype_of_the_exp
     assert not all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in exports[0].values())
 
 
-def test_the_average_of_checkpoints_is_the_mean_of_each_weight(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_average_of_checkpoints_is_the_mean_of_each_weight(tmp_path: Path, refusal: Refusal) -> None:
     steps = [saved(tmp_path / f"run{seed}", seed=seed) for seed in (1, 2, 3)]
     words = [str(steps[0]), f"{tmp_path}/mean", f"--average_with={steps[1]},{steps[2]}"]
     assert main(words) == 0
@@ -276,12 +269,11 @@ def test_the_average_of_checkpoints_is_the_mean_of_each_weight(
     for name, tensor in load_file(tmp_path / "fine" / "model.safetensors").items():
         expected = torch.stack([each[name].bfloat16().double() for each in weights]).mean(0)
         assert torch.allclose(tensor.double(), expected, rtol=1e-6)
-    larger = saved(tmp_path / "larger", num_layers=3)
-    assert main([str(steps[0]), f"{tmp_path}/other", f"--average_with={larger}"]) == 2
-    assert f"{larger} has another model.layers.2" in capsys.readouterr().err
-    other = saved(tmp_path / "rope", rope_theta=5e5)
-    assert main([str(steps[0]), f"{tmp_path}/other", f"--average_with={other}"]) == 2
-    assert re.search(rf"{other} is of another model than {steps[0]}: rope_theta", capsys.readouterr().err)
+    larger, other = saved(tmp_path / "larger", num_layers=3), saved(tmp_path / "rope", rope_theta=5e5)
+    reasons = {larger: "has another model.layers.2", other: f"is of another model than {steps[0]}: rope_theta"}
+    for path, reason in reasons.items():
+        error = refusal(main, [str(steps[0]), f"{tmp_path}/other", f"--average_with={path}"])
+        assert f"{path} {reason}" in error
     assert not (tmp_path / "other").exists()
 
 
@@ -642,10 +634,7 @@ def test_a_gpt_neox_that_rotates_an_odd_number_of_channels_is_refused_in_both_di
             {"rope_scaling": {"rope_type": "llama3"} | LLAMA3_KEYS, "original_max_position_embeddings": 16},
             r"original_max_position_embeddings=16: transformers 5 takes it in place of 8 in rope_scaling",
         ),
-        (
-            {"rope_parameters": {"partial_rotary_factor": 0.5}},
-            "partial_rotary_factor=0.5: LlamaForCausalLM rotates all",
-        ),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5: LlamaForCausalLM rotates"),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e4}}},
             r"rope_parameters=.*\.\.\.: only the same for all layers",
@@ -730,7 +719,7 @@ FUSED = {  # of a Llama, which is not in the order of GPT-NeoX's heads
 @pytest.mark.parametrize("pickled", [False, True])
 def test_convert_refuses_tensors_that_are_not_the_model_s(
     tensors: dict[str, Any], config: dict[str, Any], message: str, pickled: bool, exported: Path, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    refusal: Refusal,
 ) -> None:  # fmt: skip
     file = exported / "model.safetensors"
     state = {name: tensor for name, tensor in (load_file(file) | tensors).items() if tensor is not None}
@@ -742,12 +731,9 @@ def test_convert_refuses_tensors_that_are_not_the_model_s(
     else:
         save_file(state, file)
     describe(exported, config)
-    capsys.readouterr()
-    code = main([str(exported), str(tmp_path / "ours")])
     if pickled and tensors.get(EMBEDDING) is not None:  # a .bin's embedding gives the vocabulary
-        assert code == 2 and "lm_head.weight has shape" in capsys.readouterr().err
-        return
-    assert code == 2 and message in capsys.readouterr().err
+        message = "lm_head.weight has shape"
+    assert message in refusal(main, [str(exported), str(tmp_path / "ours")])
     assert not (tmp_path / "ours").exists()
 
 

@@ -15,6 +15,7 @@ from pretraining.checkpoint.store import is_weight
 from pretraining.extensions.checkpoints import read_tensors
 from pretraining.models.init import build_model
 from tests.end_to_end.small import FLAGS, finish, train
+from tests.processes import Refusal
 from tests.selection import needs_xla
 
 main = pytest.importorskip("pretraining.tools.convert.convert").main
@@ -57,7 +58,7 @@ def test_a_moving_average_that_the_other_run_lacks_begins_at_its_weights(tmp_pat
     assert after["optimizer.step"] == 2  # with the other run's moments
 
 
-def test_a_run_without_a_moving_average_has_none_to_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_moving_average_has_none_to_export(tmp_path: Path, refusal: Refusal) -> None:
     golden = Path(__file__).parents[1] / "golden" / "checkpoint" / "step_4"
-    assert main([str(golden), str(tmp_path / "hf"), "--use_ema"]) == 2
-    assert "has no moving averages of weights; the run needs --ema_decay" in capsys.readouterr().err
+    error = refusal(main, [str(golden), str(tmp_path / "hf"), "--use_ema"])
+    assert "has no moving averages of weights; the run needs --ema_decay" in error

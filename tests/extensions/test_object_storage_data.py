@@ -28,7 +28,7 @@ from pretraining.storage import StorageError, location, stamp_of
 from tests.data.corpora import numbered, rows, settings, write_flat, write_lists, write_megatron, write_parquet
 from tests.end_to_end.small import ONE_PROCESS, ROOT
 from tests.object_storage import KEYS, FaultProxy, GoogleStorage, upload
-from tests.processes import call
+from tests.processes import Refusal, call
 from tests.waiting import PATIENCE, wait_until
 from tests.warm import python
 
@@ -198,7 +198,7 @@ def test_indexing_reads_the_headers_of_large_batches_only(tmp_path: Path, proxy:
 
 @pytest.mark.slow
 def test_prepared_data_are_moved_to_object_storage_and_complete_with_their_flags(
-    tmp_path: Path, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, refusal: Refusal
 ) -> None:
     pytest.importorskip("pretraining.extensions.tokenizers")
     from pretraining.tools.convert.export_tokenizer import export_tokenizer
@@ -232,9 +232,8 @@ def test_prepared_data_are_moved_to_object_storage_and_complete_with_their_flags
     assert exported == export_tokenizer(f"{tmp_path}/local/tokenizer.model")
     assert b"chat_template" in exported[1]["tokenizer_config.json"]
     assert not list((tmp_path / "data").iterdir())
-    capsys.readouterr()
-    assert prepare.main([*command, "--text_key=other", f"--output={there}"]) == 2
-    assert f"{there}: prepared from something else (settings changed" in capsys.readouterr().err
+    error = refusal(prepare.main, [*command, "--text_key=other", f"--output={there}"])
+    assert f"{there}: prepared from something else (settings changed" in error
 
 
 @pytest.mark.slow
@@ -287,9 +286,7 @@ def test_storage_that_stays_away_is_one_error_that_names_the_object(
     stream = open_stream(remote)
     monkeypatch.setattr(objects, "RETRY_FOR", 0.5)
     proxy.plan = lambda number, method, path: "503"
-    with pytest.raises(
-        StorageError, match=r"^s3://bucket/away/set/s0.arrow: cannot be reached, .*check the network"
-    ) as away:
+    with pytest.raises(StorageError, match=r"^s3://bucket/away/set/s0.arrow: cannot .*check the network") as away:
         stream.batch(0)
     assert away.value.code == 5  # scripts/train.sh starts the run again
     proxy.plan = lambda number, method, path: ""
@@ -364,11 +361,7 @@ def test_refused_credentials_are_an_error_that_does_not_show_them(
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
-        (
-            "data_path",
-            "s3://me:password@bucket/x",
-            r"--data_path=s3://\*\*\*@bucket/x +must be the bucket .*environment",
-        ),
+        ("data_path", "s3://me:password@bucket/x", r"=s3://\*\*\*@bucket/x +must be the bucket .*environment"),
         ("data_path", "s3://bucket/x?secret_key=password", r"must be the bucket and the name alone"),
         ("data_path", "http://host/x", "must be a local path, or begin with s3:// or gs://"),
         ("data_path", "s3://", "names no bucket"),

@@ -37,11 +37,13 @@ from pretraining.tools.convert.convert import to_huggingface
 from pretraining.tools.evaluate import Results, Scorer, main
 from pretraining.tools.generate import load_model
 from tests.checkpoint.saving import save
+from tests.end_to_end.small import MODEL
 from tests.parallel.launch import run as run_command
-from tests.processes import call
+from tests.processes import Refusal, call
 from tests.tokenizer_files import write_byte_level
 from tests.warm import python
 
+SIZES: dict[str, Any] = {**MODEL, "max_position_embeddings": 64, "init_std": 0.5}
 WORDS = ("quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "größe", "winter", "nights")
 TASKS = {
     "own_choices": """
@@ -120,12 +122,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint step_1 of an untrained model with large weights, and a file of questions."""
     root = tmp_path_factory.mktemp("evaluate")
     train_tokenizer([" ".join(random.Random(n).choices(WORDS, k=20)) for n in range(50)], 290, root / "t.model", 1)
-    config = CONFIGURATION(
-        **{"model_variant": "custom", "num_layers": 2, "hidden_size": 32, "intermediate_size": 64},
-        **{"num_attention_heads": 4, "vocab_size": 300, "seq_length": 32, "max_position_embeddings": 64},
-        **{"init_std": 0.5, "tokenizer_path": str(root / "t.model")},
-        mup_base_width=16,  # whose factors the export has in its weights
-    )
+    factors = {"mup_base_width": 16}  # which the export has in its weights
+    config = CONFIGURATION(**{**SIZES, "vocab_size": 300, "tokenizer_path": str(root / "t.model"), **factors})
     state = {name: weight.detach() for name, weight in build_model(config).named_parameters()}
     facts = Facts(step=1, tokens_seen=0, data=None, config=asdict(config), engine="none", mesh={})
     save(root, state, facts)
@@ -240,11 +238,7 @@ def test_the_harness_has_the_special_tokens_of_a_chat_model(tmp_path: Path) -> N
     model.save(str(tmp_path / "tokenizer.json"))
     named = {"bos_token": special[0], "eos_token": special[2], "chat_template": "{{ messages[0].content }}"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
-    config = CONFIGURATION(
-        **{"model_variant": "custom", "num_layers": 2, "hidden_size": 32, "intermediate_size": 64},
-        **{"num_attention_heads": 4, "vocab_size": 320, "seq_length": 32, "max_position_embeddings": 64},
-        **{"init_std": 0.5, "tokenizer_path": str(tmp_path / "tokenizer.json")},
-    )
+    config = CONFIGURATION(**{**SIZES, "vocab_size": 320, "tokenizer_path": str(tmp_path / "tokenizer.json")})
     state = {name: weight.detach() for name, weight in build_model(config).named_parameters()}
     state["lm_head.weight"][1:4] *= 3  # so that some answers have these tokens
     save(tmp_path, state, Facts(step=1, tokens_seen=0, data=None, config=asdict(config), engine="none", mesh={}))
@@ -300,38 +294,31 @@ def test_a_task_of_the_harness_that_leaves_no_room_for_its_text_is_refused(
         ('{"context": "a", "choices": ["b", "c"], "answer": 2}', "line 2 is not a question"),
         ('{"context": "a", "choices": ["b", "c"]}', "line 2 is not a question"),
         (r'{"context": "\ud83d", "choices": ["b", "c"], "answer": 0}', "line 2 is not a question"),
-        (
-            json.dumps({"context": "fox " * 80, "choices": ["b", "c"], "answer": 0}),
-            "line 2: .* tokens, but the model sees 64",
-        ),
+        (json.dumps({**QUESTIONS[1], "context": "fox " * 80}), "line 2: .* tokens, but the model sees 64"),
         ('{"context": " ", "choices": ["b", "c"], "answer": 0}', "line 2: the tokenizer has no token of its own"),
     ],
 )
 def test_a_line_that_is_no_question_is_named(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, words: str
+    folder: Path, tmp_path: Path, refusal: Refusal, line: str, words: str
 ) -> None:
     (tmp_path / "bad.jsonl").write_text(f"{json.dumps(QUESTIONS[1])}\n{line}\n")
-    assert main([str(folder), f"--tasks={tmp_path}/bad.jsonl"]) == 2
-    message = capsys.readouterr().err
+    message = refusal(main, [str(folder), f"--tasks={tmp_path}/bad.jsonl"])
     assert f"{tmp_path}/bad.jsonl" in message and re.search(words, message)
 
 
 def test_what_is_missing_is_named(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, capsys: pytest.CaptureFixture[str], refusal: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main([str(folder), "--tasks=gone.jsonl"]) == 2
-    assert "gone.jsonl: no such file" in capsys.readouterr().err
-    assert main([str(folder), "--tasks="]) == 2
-    assert "--tasks=: names no task; give files" in capsys.readouterr().err
+    assert "gone.jsonl: no such file" in refusal(main, [str(folder), "--tasks=gone.jsonl"])
+    assert "--tasks=: names no task; give files" in refusal(main, [str(folder), "--tasks="])
     for flag in ("--num_fewshot=5", "--limit=1", "--include_path=gone"):
-        assert main([str(folder), f"--tasks={folder}/own.jsonl", flag]) == 2
-        assert f"{flag}: is for tasks of the harness, and --tasks names none" in capsys.readouterr().err
+        error = refusal(main, [str(folder), f"--tasks={folder}/own.jsonl", flag])
+        assert f"{flag}: is for tasks of the harness, and --tasks names none" in error
     assert main([str(folder), f"--tasks={folder}/own.jsonl", f"--output={folder}/gone/x"]) == 2
     printed = capsys.readouterr()  # what was computed is not lost
     assert "own  acc  0." in printed.out and "gone/x: cannot be written: No such file" in printed.err
     monkeypatch.setitem(sys.modules, "lm_eval", None)  # as if it were not installed
-    assert main([str(folder), "--tasks=hellaswag"]) == 2
-    message = capsys.readouterr().err
+    message = refusal(main, [str(folder), "--tasks=hellaswag"])
     assert "--tasks=hellaswag" in message and "pip install lm_eval==" in message
 
 

@@ -44,6 +44,7 @@ from pretraining.tools.generate import (
 from tests.checkpoint.saving import save
 from tests.end_to_end.small import MODEL
 from tests.faults.damage import CONTENTS
+from tests.processes import Refusal
 
 ROOT = Path(__file__).parents[2]
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from seven hungry wolves in cold winter nights"
@@ -255,7 +256,7 @@ def test_the_same_seed_says_the_same_and_another_something_else(speak: Speak) ->
 
 
 def test_storage_that_a_configuration_names_is_contacted_on_request_alone(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Path, tmp_path: Path, refusal: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text('{"ckpt_save_path": "s3://bucket/checkpoints"}')
     asked: list[str] = []
@@ -269,8 +270,7 @@ def test_storage_that_a_configuration_names_is_contacted_on_request_alone(
     tokenizer = ["--tokenizer_path=s3://bucket/tokenizer.model"]
     for program in (main, evaluate, convert):
         more = {main: [], evaluate: ["--tasks=a.jsonl"], convert: [str(tmp_path / "hf")]}[program]
-        assert program([*words[: 1 if more else 2], *more]) == 2
-        error = capsys.readouterr().err
+        error = refusal(program, [*words[: 1 if more else 2], *more])
         assert "ckpt_save_path=s3://bucket/checkpoints; --allow_remote contacts that storage" in error
     assert not asked
     assert main([*words, "--allow_remote"]) == 0 and asked
@@ -280,17 +280,17 @@ def test_storage_that_a_configuration_names_is_contacted_on_request_alone(
         config = CONFIGURATION(model_variant="tiny", num_layers=1, seq_length=32, vocab_size=64, **fields)
         saved = Facts(step=1, tokens_seen=0, data={}, config=asdict(config), engine="torch", mesh={})
         folder = save(tmp_path / str(number), {"model.norm.weight": torch.ones(192)}, saved)
-        assert main([str(folder), *(tokenizer if number else [])]) == 2
-        assert "--allow_remote contacts that storage" in capsys.readouterr().err
+        error = refusal(main, [str(folder), *(tokenizer if number else [])])
+        assert "--allow_remote contacts that storage" in error
 
 
 def test_a_message_is_answered_in_the_chat_template_until_the_turn_ends(
-    run: Path, speak: Speak, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, speak: Speak, tmp_path: Path, refusal: Refusal
 ) -> None:
     (tmp_path / "tokenizer.model").write_bytes((run / "tokenizer.model").read_bytes())
     chat = ["--chat", "--temperature=0", "--max_new_tokens=3", f"--tokenizer_path={tmp_path / 'tokenizer.model'}"]
-    assert main([str(run), *chat, "--prompt=the fox"]) == 2
-    assert "--chat: there is no chat template next to the tokenizer" in capsys.readouterr().err
+    error = refusal(main, [str(run), *chat, "--prompt=the fox"])
+    assert "--chat: there is no chat template next to the tokenizer" in error
     template = "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}{{ ' q' if add_generation_prompt }}"
     for end, answer in ("k", "qqq\n"), ("q", "\n"):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": end}))
@@ -329,6 +329,7 @@ def test_another_tokenizer_than_that_of_the_runs_data_is_refused(
     ("change", "words"),
     [
         (["{tmp}"], "no committed checkpoint"),
+        (["{tmp}/typo"], "typo: there is no such folder"),
         (["{run}/tokenizer.model"], "need safetensors; python -m pretraining.tools.convert reads"),
         (["{run}", "--tokenizer_path={tmp}/none.model"], "no such file"),
         (["{run}", "--top_k=-1"], "--top_k: -1: use a whole number, 0 or above"),
@@ -346,7 +347,7 @@ def test_another_tokenizer_than_that_of_the_runs_data_is_refused(
     ],
 )
 def test_a_mistake_is_one_clear_error_with_exit_code_2(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: list[str], words: str
+    run: Path, tmp_path: Path, refusal: Refusal, change: list[str], words: str
 ) -> None:
     files = {"other": '{"ckpt_save_path": 3}', "model": '{"model_type": "llama"}', "adapter": "{}"}
     for name, text in files.items():
@@ -356,9 +357,4 @@ def test_a_mistake_is_one_clear_error_with_exit_code_2(
         (tmp_path / "bare" / f"step_{step}").mkdir(parents=True)
         (tmp_path / "bare" / f"step_{step}" / "COMMITTED").touch()
     folders = {"run": run, "tmp": tmp_path, **{name: tmp_path / name for name in (*files, "bare")}}
-    try:
-        code: object = main([part.format(**folders) for part in change])
-    except SystemExit as ended:  # as argparse ends
-        code = ended.code
-    assert code == 2
-    assert words.format(**folders) in capsys.readouterr().err
+    assert words.format(**folders) in refusal(main, [part.format(**folders) for part in change])

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from pretraining.tools.report import MOST_POINTS, main, thinned
+from tests.processes import Refusal
 from tests.selection import needs
 
 
@@ -180,13 +181,10 @@ NO_RECORDS: list[dict[str, Any]] = [{"loss": HUGE}, {"tokens_seen": -HUGE}, {"co
 
 
 @pytest.mark.parametrize("fields", [*NO_RECORDS, {"account": {"time": 1, "step": HUGE}}])
-def test_a_number_of_hundreds_of_digits_is_no_record(
-    fields: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_number_of_hundreds_of_digits_is_no_record(fields: dict[str, Any], tmp_path: Path, refusal: Refusal) -> None:
     folder = run(tmp_path / "run", 3, 1e-3)
     write_lines(folder / "metrics.jsonl", [{"step": 4, **fields}], "a")
-    assert main([str(folder)]) == 2
-    assert "metrics.jsonl: line 6 is not a record of this trainer" in capsys.readouterr().err
+    assert "metrics.jsonl: line 6 is not a record of this trainer" in refusal(main, [str(folder)])
 
 
 def test_a_curve_of_many_reports_keeps_its_extremes() -> None:

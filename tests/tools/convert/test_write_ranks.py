@@ -26,6 +26,7 @@ from pretraining.extensions.checkpoints import read_tensors
 from pretraining.tools.convert import write_ranks
 from pretraining.tools.convert.convert import main
 from pretraining.tools.convert.pickles import read_trainer_file
+from tests.processes import Refusal
 from tests.selection import needs_transformers
 from tests.tools.convert.test_pickles import (
     CORE,
@@ -351,9 +352,7 @@ def test_ours_come_back_from_a_padded_vocabulary(
     assert_equal(files, read(tmp_path / "again"))
 
 
-def test_the_document_s_file_of_nxd_core_is_enough(
-    ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_document_s_file_of_nxd_core_is_enough(ours: Path, tmp_path: Path, refusal: Refusal) -> None:
     """Its config.json says how many rows there are, which its ranks must divide."""
     pytest.importorskip("pretraining.extensions.kv_replication")
     text = re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(), re.S)[0]
@@ -361,8 +360,7 @@ def test_the_document_s_file_of_nxd_core_is_enough(
     described = json.loads((ours.parent / "hf" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(described))
     words = [str(ours), str(tmp_path / "nxd"), f"--export_config={tmp_path / 'nxd.yaml'}", "--hw_backend=trn1"]
-    assert main(words) == 2
-    assert "vocab_size=61: tensor_model_parallel_size=4 does not divide it" in capsys.readouterr().err
+    assert "vocab_size=61: tensor_model_parallel_size=4 does not divide it" in refusal(main, words)
     (tmp_path / "config.json").write_text(json.dumps({**described, "vocab_size": 64}))
     assert main(words) == 0
     state = our_tensors(ours)
@@ -398,14 +396,13 @@ def test_the_document_s_file_of_nxd_core_is_enough(
     ],
 )  # fmt: skip
 def test_what_their_files_cannot_hold_is_refused(
-    kind: str, changes: dict[str, Any], flags: str, message: str, ours: Path, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    kind: str, changes: dict[str, Any], flags: str, message: str, ours: Path, tmp_path: Path, refusal: Refusal
+) -> None:
     if kind == "nxdt":
         pytest.importorskip("pretraining.extensions.pipeline")
     core = {"model.mcore_gpt": True} if kind == "nemo" else {}
-    assert export(ours, tmp_path / "theirs", tree(kind, {**core, **changes}), *flags.split()) == 2
-    assert message.format(tmp_path / "their.json") in capsys.readouterr().err
+    error = refusal(export, ours, tmp_path / "theirs", tree(kind, {**core, **changes}), *flags.split())
+    assert message.format(tmp_path / "their.json") in error
     assert not list(tmp_path.glob("theirs*"))
 
 
@@ -426,7 +423,7 @@ def test_what_their_files_cannot_hold_is_refused(
     ],
 )  # fmt: skip
 def test_a_flag_that_a_conversion_does_not_read_is_refused(
-    source: str, flags: list[str], read: str, ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    source: str, flags: list[str], read: str, ours: Path, tmp_path: Path, refusal: Refusal
 ) -> None:
     every = ["tokenizer_path=gone", "average_with=x", "use_ema", "hw_backend=trn1", "vocab_size=9", "shard_size=7",
              "neox_gqa=head", "neox_gated_ffn=head", "model_config_path=x", "import_config=x"]  # fmt: skip
@@ -436,8 +433,7 @@ def test_a_flag_that_a_conversion_does_not_read_is_refused(
         folder.mkdir()
         (folder / source).touch()
     for flag in set(every) - set(flags):
-        assert main([str(folder), str(tmp_path / "target"), f"--{flag}"]) == 2
-        error = capsys.readouterr().err
+        error = refusal(main, [str(folder), str(tmp_path / "target"), f"--{flag}"])
         assert error.startswith(f"--{flag.partition('=')[0]}=") and f"does nothing for {read}" in error
         assert not (tmp_path / "target").exists()
 
@@ -452,7 +448,7 @@ def test_a_flag_that_a_conversion_does_not_read_is_refused(
     ],
 )  # fmt: skip
 def test_what_nxd_core_s_llama_does_not_have_is_refused(
-    changes: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    changes: dict[str, Any], message: str, tmp_path: Path, refusal: Refusal
 ) -> None:
     """Its config.json may ask for it."""
     pytest.importorskip("pretraining.extensions.kv_replication")
@@ -465,24 +461,18 @@ def test_what_nxd_core_s_llama_does_not_have_is_refused(
     config = {"model_source": "hf", "trainer": {"devices": 4, "num_nodes": 1, "max_steps": 1}}
     config |= {"distributed_strategy": strategy, "model": {"model_config": "hf/config.json", "qkv_linear": True}}
     more = ["--hw_backend=trn1"] if changes else []
-    assert export(tmp_path / "ours", tmp_path / "theirs", config, *more) == 2
-    assert message in capsys.readouterr().err
+    assert message in refusal(export, tmp_path / "ours", tmp_path / "theirs", config, *more)
     assert not list(tmp_path.glob("theirs*"))
 
 
-def test_a_disk_that_takes_no_more_is_a_sentence(
-    ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_disk_that_takes_no_more_is_a_sentence(ours: Path, tmp_path: Path, refusal: Refusal) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        codes = [
-            export(ours, tmp_path / "theirs", of_model("nemo", mcore_gpt=True)),
-            main([str(ours), str(tmp_path / "theirs_hf")]),
-        ]
+        error = refusal(export, ours, tmp_path / "theirs", of_model("nemo", mcore_gpt=True))
+        of_huggingface = refusal(main, [str(ours), str(tmp_path / "theirs_hf")])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert codes == [2, 2] and not list(tmp_path.glob("theirs*"))
-    errors = capsys.readouterr().err
-    assert "model_weights.ckpt: cannot be written: [Errno 27] File too large" in errors
-    assert f"{tmp_path}/theirs_hf: cannot be written: File too large; make room, or give another folder" in errors
+    assert "model_weights.ckpt: cannot be written: [Errno 27] File too large" in error
+    assert f"{tmp_path}/theirs_hf: cannot be written: File too large; make room, or give another" in of_huggingface
+    assert not list(tmp_path.glob("theirs*"))

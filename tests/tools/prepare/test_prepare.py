@@ -43,7 +43,7 @@ from pretraining.tools.prepare.shards import ShardWriter
 from pretraining.tools.prepare.text import FileRange, divide, find_files, read_documents
 from tests.data.corpora import notes_on, rows
 from tests.faults.damage import flip_bit_at
-from tests.processes import call, words
+from tests.processes import Refusal, call, words
 from tests.tokenizer_files import write_byte_level
 from tests.waiting import wait_until
 from tests.warm import python
@@ -157,29 +157,21 @@ def test_a_split_without_documents_is_named(
     assert not (tmp_path / "one" / "out" / "flags.txt").exists()
 
 
-def test_the_same_command_again_does_nothing_and_another_is_refused(
-    prepared: Prepared, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = prepared.folder
+def test_the_same_command_again_does_nothing_and_another_is_refused(prepared: Prepared, refusal: Refusal) -> None:
+    folder, source = prepared.folder, f"--input={prepared.folder / 'in'}"
     stamps = {file: file.stat().st_mtime_ns for file in (folder / "out").rglob("*")}
     assert run(folder, "--valid_every=10") == 0
     assert stamps == {file: file.stat().st_mtime_ns for file in (folder / "out").rglob("*")}
-    assert run(folder, "--valid_every=3") == 2
-    assert "prepared from something else (settings changed" in capsys.readouterr().err
-    assert prepare.main([f"--input={folder / 'in'}", f"--output={folder}"]) == 2
-    assert "not empty and not prepared by this command" in capsys.readouterr().err
+    assert "prepared from something else (settings changed" in refusal(run, folder, "--valid_every=3")
+    assert "not empty and not prepared by this command" in refusal(prepare.main, [source, f"--output={folder}"])
     file = folder / "out" / "plan.json"
-    assert prepare.main([f"--input={folder / 'in'}", f"--output={file}"]) == 2
-    assert f"{file}: not a folder: choose another --output" in capsys.readouterr().err
+    assert f"{file}: not a folder: choose another --output" in refusal(prepare.main, [source, f"--output={file}"])
 
 
-def test_a_text_key_that_was_wrong_can_be_corrected(
-    prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_text_key_that_was_wrong_can_be_corrected(prepared: Prepared, tmp_path: Path, refusal: Refusal) -> None:
     wanted = texts(20)
     write_input(tmp_path, "a.jsonl", as_lines(wanted, key="body"))
-    assert run(tmp_path) == 2
-    error = capsys.readouterr().err
+    error = refusal(run, tmp_path)
     assert "no text in field 'text': choose the field with --text_key" in error
     assert "--vocab_size" not in error  # whose tokenizer was being trained
     assert run(tmp_path, prepared.tokenizer, "--text_key=body") == 0
@@ -229,9 +221,7 @@ def test_a_preparation_killed_anywhere_goes_on_without_losing_or_repeating_a_doc
 
 
 @pytest.mark.slow
-def test_a_second_preparation_of_a_folder_waits_for_the_first(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_preparation_of_a_folder_waits_for_the_first(tmp_path: Path, refusal: Refusal) -> None:
     """Both would remove each other's files, and one's tokenizer would stand next to the other's shards."""
     write_input(tmp_path, "a.jsonl", as_lines(texts(200)))
     output = tmp_path / "out"
@@ -244,8 +234,8 @@ def test_a_second_preparation_of_a_folder_waits_for_the_first(
     assert [path.name for path in output.iterdir()] == [".parts"]
     first.release()
     assert second.wait() == 0, written(tmp_path)
-    assert prepare.main([*command[2:], "--vocab_size=400"]) == 2
-    assert "prepared from something else (settings changed" in capfd.readouterr().err
+    error = refusal(prepare.main, [*command[2:], "--vocab_size=400"])
+    assert "prepared from something else (settings changed" in error
 
 
 @pytest.mark.slow
@@ -306,16 +296,12 @@ def test_lines_that_cross_the_border_of_ranges_are_read_once(tmp_path: Path) -> 
         (["--part=1/3", "--tokenizer=t", "--output=s3://b/x"], "a folder that all parts share"),
     ],
 )
-def test_flags_that_cannot_be_followed_are_refused(
-    capsys: pytest.CaptureFixture[str], flags: list[str], remedy: str
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        prepare.main(["--input=x", "--output=y", *flags])
-    assert remedy in capsys.readouterr().err
+def test_flags_that_cannot_be_followed_are_refused(refusal: Refusal, flags: list[str], remedy: str) -> None:
+    assert remedy in refusal(prepare.main, ["--input=x", "--output=y", *flags])
 
 
 def test_another_tokenizer_than_that_of_the_data_is_refused(
-    prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    prepared: Prepared, tmp_path: Path, refusal: Refusal
 ) -> None:
     """The checkpoint records it, because the data may be gone when a text is generated."""
     out = prepared.folder / "out"
@@ -326,8 +312,7 @@ def test_another_tokenizer_than_that_of_the_data_is_refused(
     message = rf"--tokenizer_path={tmp_path}/other.model: {out}/train was prepared with another tokenizer"
     with pytest.raises(UserError, match=message):
         check_data(configure(wrong))
-    assert inspect_data.main(words(wrong)) == 2
-    assert re.search(message, capsys.readouterr().err)
+    assert re.search(message, refusal(inspect_data.main, words(wrong)))
     stream = open_stream(configure({**flags, "tokenizer_path": str(tmp_path / "copy.model")}))
     assert stream.state(0)["mixture"]["train"]["tokenizer_sha256"] == file_hash(out / "tokenizer.model")
     line = "train: its tokenizer has 400 ids, the model's vocabulary 410: the rest is never trained"
@@ -338,7 +323,7 @@ def test_another_tokenizer_than_that_of_the_data_is_refused(
 
 
 def test_inspect_shows_the_datasets_and_the_text_of_a_step(
-    prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: Refusal
 ) -> None:
     shutil.copytree(prepared.folder / "out" / "train", tmp_path / "train")
     flags = [*prepared.flags(), f"--data_path={tmp_path / 'train'}", f"--index_dir={tmp_path / 'index'}"]
@@ -349,14 +334,12 @@ def test_inspect_shows_the_datasets_and_the_text_of_a_step(
     assert "1 file unchanged" in shown and "---- step 3, row 1: 64 tokens" in shown
     assert sum(word in shown for word in ("quick", "brown", "lazy", "wizards")) == 4
     for step, epochs, steps in ((-1, [], "0"), (10**6, ["--num_epochs=1", *more[:2]], r"0 to \d+")):
-        assert inspect_data.main([*flags, *epochs, f"--step={step}"]) == 2
-        assert re.search(rf"--step={step}: the train data have steps from {steps}$", capsys.readouterr().err.strip())
+        error = refusal(inspect_data.main, [*flags, *epochs, f"--step={step}"])
+        assert re.search(rf"--step={step}: the train data have steps from {steps}$", error.strip())
     shard = next((tmp_path / "train").glob("*.arrow"))
     flip_bit_at(shard, shard.stat().st_size // 2)
-    assert inspect_data.main([*flags, "--verify"]) == 2
-    assert f"{shard}: its checksum is not the recorded one" in capsys.readouterr().err
-    assert inspect_data.main(["--use_dummy_dataset=True"]) == 2
-    assert "--use_dummy_dataset=True: these are counters" in capsys.readouterr().err
+    assert f"{shard}: its checksum is not the recorded one" in refusal(inspect_data.main, [*flags, "--verify"])
+    assert "--use_dummy_dataset=True: these are counters" in refusal(inspect_data.main, ["--use_dummy_dataset=True"])
 
 
 def test_the_output_folder_is_recognised_as_training_and_validation_data(prepared: Prepared, tmp_path: Path) -> None:
@@ -398,32 +381,25 @@ def test_the_folder_alone_implies_tokenizer_vocabulary_and_validation_and_flags_
     assert f"seq_length of {out}" in capsys.readouterr().out
 
 
-def test_a_vocabulary_that_is_too_large_can_be_lowered_in_the_same_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_vocabulary_that_is_too_large_can_be_lowered_in_the_same_folder(tmp_path: Path, refusal: Refusal) -> None:
     write_input(tmp_path, "a.txt", TEXT)
     for size, remedy in ((30000, r"at most (\d+) ids; use \1 or less"), (100, r"needs (\d+) ids .*; use \1 or more")):
-        assert run(tmp_path, f"--vocab_size={size}") == 2
-        assert re.search(rf"--vocab_size={size}: .* {remedy}", capsys.readouterr().err)
+        assert re.search(rf"--vocab_size={size}: .* {remedy}", refusal(run, tmp_path, f"--vocab_size={size}"))
     assert run(tmp_path, "--vocab_size=320", "--processes=1") == 0
     inside = [f"--input={tmp_path / 'in'}", f"--output={tmp_path / 'in' / 'out'}", "--vocab_size=320", "--processes=1"]
     assert [prepare.main(inside), prepare.main(inside)] == [0, 0]  # the second does not read flags.txt of the first
 
 
 @pytest.mark.parametrize("ending", [".json", ".csv", ".pdf", ".arrow"])
-def test_a_named_file_that_is_no_text_is_refused_with_the_remedy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], ending: str
-) -> None:
-    path = tmp_path / f"data{ending}"
+def test_a_named_file_that_is_no_text_is_refused_with_the_remedy(tmp_path: Path, refusal: Refusal, ending: str) -> None:
+    path, target = tmp_path / f"data{ending}", f"--output={tmp_path / 'out'}"
     path.write_text(TEXT)
-    assert prepare.main([f"--input={path}", f"--output={tmp_path / 'out'}"]) == 2
-    printed = capsys.readouterr().err
+    printed = refusal(prepare.main, [f"--input={path}", target])
     assert str(path) in printed and f"--endings=.txt,.md,{ending}" in printed
-    assert prepare.main([f"--input={tmp_path}", f"--output={tmp_path / 'out'}"]) == 2
-    printed = capsys.readouterr().err
+    printed = refusal(prepare.main, [f"--input={tmp_path}", target])
     assert "no text, .jsonl or .parquet files" in printed and ("to_parquet()" in printed) == (ending == ".arrow")
-    assert prepare.main([f"--input={tmp_path},", f"--output={tmp_path / 'out'}"]) == 2  # and the working directory
-    assert "an empty name: leave a comma out" in capsys.readouterr().err
+    error = refusal(prepare.main, [f"--input={tmp_path},", target])  # and the working directory
+    assert "an empty name: leave a comma out" in error
     assert not (tmp_path / "out").exists()
 
 
@@ -559,7 +535,7 @@ BAD_ROWS = {
 
 
 def test_all_input_is_looked_at_first_and_what_cannot_be_read_is_named_together_or_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: Refusal
 ) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
@@ -576,8 +552,7 @@ def test_all_input_is_looked_at_first_and_what_cannot_be_read_is_named_together_
     (folder / "empty.txt").write_text("")
     (folder / "lines.txt").write_text("with\r\nCRLF " + TEXT, newline="")
     reasons = {name: reason for name, (_, reason) in UNREADABLE.items()} | BAD_ROWS
-    assert run(tmp_path, f"--skip_bad={len(reasons) - 1}") == 2
-    told = capsys.readouterr().err
+    told = refusal(run, tmp_path, f"--skip_bad={len(reasons) - 1}")
     for place, reason in reasons.items():
         assert re.search(f"{place}: .*{reason}", told), place
     assert f"{len(reasons)} problems with the input" in told and f"out with --skip_bad={len(reasons)}" in told
@@ -599,11 +574,10 @@ def test_all_input_is_looked_at_first_and_what_cannot_be_read_is_named_together_
     assert sorted(delivered(tmp_path)) == sorted([*contents, "one", "one", "two", "three"])
 
 
-def test_lines_in_utf_16_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_in_utf_16_are_refused(tmp_path: Path, refusal: Refusal) -> None:
     """Python's parser of JSON guesses the encoding of each line, and all but the first are shifted by a byte."""
     write_input(tmp_path, "a.jsonl", as_lines(["one", "two", "three"]).encode("utf-16-le"))
-    assert run(tmp_path) == 2
-    assert "4 problems with the input" in capsys.readouterr().err
+    assert "4 problems with the input" in refusal(run, tmp_path)
 
 
 def test_much_text_makes_larger_shards_and_not_more(tmp_path: Path) -> None:
@@ -614,20 +588,18 @@ def test_much_text_makes_larger_shards_and_not_more(tmp_path: Path) -> None:
 
 
 def test_a_preparation_with_shards_of_another_size_is_not_continued(
-    prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    prepared: Prepared, tmp_path: Path, refusal: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepare, "SHARD_BYTES", 1_000)
     monkeypatch.setattr(prepare, "_SHARDS", 4)
     monkeypatch.setattr(prepare, "_workers", lambda processes: ThreadPoolExecutor(1))
-    command = [f"--input={prepared.folder / 'in'}", f"--output={tmp_path / 'out'}"]
-    command.append(prepared.tokenizer)
+    command = [f"--input={prepared.folder / 'in'}", f"--output={tmp_path / 'out'}", prepared.tokenizer]
     assert prepare.main(command) == 0
     assert len(list((tmp_path / "out" / "train").glob("*.arrow"))) <= 2 * 4
     plan = json.loads((tmp_path / "out" / "plan.json").read_text())
     assert plan.pop("shard_bytes") > 1_000
     (tmp_path / "out" / "plan.json").write_text(json.dumps(plan))  # as of a version with shards of one size
-    assert prepare.main(command) == 2
-    assert "prepared from something else (shard_bytes changed" in capsys.readouterr().err
+    assert "prepared from something else (shard_bytes changed" in refusal(prepare.main, command)
 
 
 def test_parts_prepared_by_jobs_of_their_own_are_merged_by_the_last_and_equal_one_preparation(
@@ -635,8 +607,7 @@ def test_parts_prepared_by_jobs_of_their_own_are_merged_by_the_last_and_equal_on
 ) -> None:
     """The merge opens no shard: those of the other parts are not there."""
     monkeypatch.setattr(prepare, "SHARD_BYTES", 20_000)
-    command = [f"--input={prepared.folder / 'in'}", "--processes=1", "--valid_every=10"]
-    command.append(prepared.tokenizer)
+    command = [f"--input={prepared.folder / 'in'}", "--processes=1", "--valid_every=10", prepared.tokenizer]
     one, many = tmp_path / "one", tmp_path / "many"
     monkeypatch.setattr(prepare, "_workers", lambda processes: ThreadPoolExecutor(1))
     assert prepare.main([*command, f"--output={one}"]) == 0
