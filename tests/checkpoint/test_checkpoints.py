@@ -27,7 +27,7 @@ from pretraining.extensions.checkpoints import read_tensors
 from pretraining.run.start import parameter_shapes
 from pretraining.storage import FolderLock
 from tests.checkpoint.small_run import facts_of, open_run, small_config, train, train_step
-from tests.faults.damage import flip_bit_at
+from tests.faults.damage import fill_disk, flip_bit_at
 from tests.processes import ROOT
 
 
@@ -284,10 +284,6 @@ def test_a_forked_child_does_not_keep_the_folder_locked(tmp_path: Path) -> None:
 
 
 # ---- Failures
-
-
-def fill_disk(*_: object) -> None:
-    raise OSError(28, "No space left on device")
 
 
 def test_a_failing_disk_is_reported_and_stops_the_run_after_so_many_in_a_row(

@@ -20,6 +20,7 @@ from pretraining.config.errors import UserError
 from pretraining.extensions.checkpoints import open_any_checkpoint, read_tensors
 from tests.checkpoint.saving import save
 from tests.checkpoint.test_checkpoints import run, steps
+from tests.faults.damage import Attack
 from tests.processes import run_together
 from tests.selection import needs
 
@@ -104,22 +105,12 @@ def test_the_files_of_another_checkpoint_do_not_pass(copy: Path, tmp_path: Path)
 # ---- Pickles
 
 
-class Bomb:
-    """Leaves a file behind when it is unpickled."""
-
-    def __init__(self, trace: Path) -> None:
-        self.trace = trace
-
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.mkdir, (str(self.trace),)
-
-
 @pytest.mark.parametrize("name", [".metadata", "extra.bin", "weights.pt", "anything"])
 @pytest.mark.parametrize("archive", [False, True])
 def test_a_checkpoint_that_carries_a_pickle_is_refused_and_nothing_of_it_runs(
     copy: Path, tmp_path: Path, name: str, archive: bool
 ) -> None:
-    bomb = Bomb(tmp_path / "exploded")
+    bomb = Attack(os.mkdir, str(tmp_path / "exploded"))
     if archive:
         torch.save(bomb, tmp_path / "archive")
         shutil.copy(tmp_path / "archive", copy / name)
@@ -135,12 +126,13 @@ def test_a_checkpoint_that_carries_a_pickle_is_refused_and_nothing_of_it_runs(
 
 @needs("other_weights")
 def test_a_folder_of_pickles_alone_is_no_checkpoint_and_no_model_of_hugging_face(tmp_path: Path) -> None:
+    bomb = Attack(os.mkdir, str(tmp_path / "exploded"))
     for name in (".metadata", "__0_0.distcp"):
-        (tmp_path / name).write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
+        (tmp_path / name).write_bytes(pickle.dumps(bomb))
     with pytest.raises(UserError, match="holds no committed checkpoint"):
         run(tmp_path / "run", ckpt_load_path=str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    torch.save(Bomb(tmp_path / "exploded"), tmp_path / "pytorch_model.bin")
+    torch.save(bomb, tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match="contains weights as pickles"):
         open_any_checkpoint(tmp_path)
     assert not (tmp_path / "exploded").exists()

@@ -7,6 +7,17 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+
+class Attack:
+    """Calls a function when it is unpickled."""
+
+    def __init__(self, function: Any, *arguments: str) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.call
 
 
 def _flip(data: bytes, chance: random.Random) -> bytes:
@@ -14,6 +25,11 @@ def _flip(data: bytes, chance: random.Random) -> bytes:
     spoilt = bytearray(data or b"\0")
     spoilt[chance.randrange(len(spoilt))] ^= 1 << chance.randrange(8)
     return bytes(spoilt)
+
+
+def fill_disk(*_: object) -> None:
+    """Fail as a call does whose disk is full; to stand in its place."""
+    raise OSError(28, "No space left on device")
 
 
 def flip_bit_at(path: Path, at: int = -1) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from pretraining.config.errors import UserError
 from pretraining.monitor.metrics import Metrics, check_metrics, cut_back, missing_history, read_metrics, refuse_unusable
+from tests.faults.damage import fill_disk
 
 
 def write_steps(path: Path, steps: range) -> None:
@@ -144,11 +145,7 @@ def test_the_old_file_stands_until_the_new_one_is_whole(tmp_path: Path, monkeypa
     path = tmp_path / "metrics.jsonl"
     write_steps(path, range(1, 6))
     before = path.read_bytes()
-
-    def full(_: int) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="no space"):
+    monkeypatch.setattr(os, "fsync", fill_disk)
+    with pytest.raises(OSError, match="No space"):
         cut_back(path, 2)
     assert path.read_bytes() == before

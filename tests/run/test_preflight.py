@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,13 +13,11 @@ from pretraining.config.errors import UserError
 from pretraining.monitor.account import Account
 from pretraining.monitor.metrics import Metrics
 from pretraining.run import start as preflight
+from tests.faults.damage import fill_disk
 
 
 def test_an_error_of_the_file_system_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def is_full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(preflight, "open_metrics", is_full)
+    monkeypatch.setattr(preflight, "open_metrics", fill_disk)
     with pytest.raises(UserError, match=r"cannot be written \(No space left on device\)"):
         preflight.open_run_folder(CONFIGURATION(log_dir=str(tmp_path)), None, Account())
 

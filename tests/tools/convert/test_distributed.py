@@ -24,9 +24,10 @@ from torch.distributed.checkpoint.metadata import (
 
 pytest.importorskip("pretraining.extensions.huggingface")
 
-from tests.faults.damage import flip_bit_at, truncate
+from tests.faults.damage import Attack, flip_bit_at, truncate
+from tests.processes import Refusal
 from tests.selection import needs_transformers
-from tests.tools.convert.test_pickles import CORE, Attack, assert_same_function, convert, llama, megatron, renamed
+from tests.tools.convert.test_pickles import CORE, assert_same_function, convert, llama, megatron, renamed
 from tests.tools.importing.files import tree
 
 pytestmark = needs_transformers
@@ -109,14 +110,12 @@ def make_zarr(folder: Path, description: str = '{"sharded_backend": "zarr", "sha
     ids=["flipped bit", "no file", "short file", "short description", "attack", "no box", "zarr", "short kind", "two"],
 )
 def test_what_is_not_whole_is_one_sentence(
-    damage: Callable[[Path], object], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    damage: Callable[[Path], object], message: str, tmp_path: Path, refusal: Refusal
 ) -> None:
     folder = tmp_path / "nemo"
     write(folder, stacked(renamed(megatron(llama().state_dict(), 0, 1, range(2)), CORE)), 2)
     damage(folder)
-    assert convert(folder, tmp_path / "ours", tree("nemo", {})) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert len(error.splitlines()) == 1
+    error = refusal(convert, folder, tmp_path / "ours", tree("nemo", {}))
+    assert message in error and len(error.splitlines()) == 1
     assert not Path("attacked").exists()
     assert not (tmp_path / "ours").exists()

@@ -27,6 +27,9 @@ from pretraining.models.llama import Llama
 from pretraining.tools.convert.convert import main
 from pretraining.tools.convert.pickles import LAYOUTS, describe_moments
 from pretraining.tools.convert.unpickling import load_pickle
+from tests.faults.damage import Attack
+from tests.models.test_options import randomised
+from tests.processes import Refusal
 from tests.selection import needs_transformers
 from tests.tools.importing.files import tree
 
@@ -56,14 +59,6 @@ NEOX: dict[str, Any] = {
     "activation": "gelu",
     "vocab_file": "v.json",
 }
-
-
-def randomised(model: Any) -> Any:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.copy_(torch.randn_like(weight) * 0.3 + (weight.dim() == 1))
-    return model.eval()
 
 
 def llama(groups: int = 2, **sizes: Any) -> Any:
@@ -156,7 +151,7 @@ def by_rank(layer: str, state: dict[str, Tensor], ranks: int) -> list[Tensor]:
 @pytest.mark.parametrize("names", [("w1", "w3", "w2"), ("linear1", "", "linear2")])
 @pytest.mark.parametrize(("order", "ranks"), [("legacy", 2), ("head", 1), ("head", 2), ("", 2)])
 def test_gpt_neox_s_llama_is_read_with_both_names_of_its_gate_and_both_orders_of_its_queries(
-    names: tuple[str, str, str], order: str, ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    names: tuple[str, str, str], order: str, ranks: int, tmp_path: Path, refusal: Refusal
 ) -> None:
     """linear1 holds the rank's rows of the second projection, then of the gate. No order given: it is asked for."""
     theirs = llama()
@@ -189,8 +184,8 @@ def test_gpt_neox_s_llama_is_read_with_both_names_of_its_gate_and_both_orders_of
     if order:
         assert_same_function(theirs, tmp_path, tmp_path / "ours", config, f"--neox_gqa={order}")
         return
-    assert convert(tmp_path, tmp_path / "ours", config) == 2
-    assert "give --neox_gqa=head if the code that wrote it is of that day" in capsys.readouterr().err
+    error = refusal(convert, tmp_path, tmp_path / "ours", config)
+    assert "give --neox_gqa=head if the code that wrote it is of that day" in error
 
 
 # ---- NeMo and NxD Training
@@ -351,15 +346,13 @@ def replicated(ranks: int, copies: int) -> dict[str, Any]:
     return tree("nxdt", {**sizes, "trainer.devices": 8, "model.qkv_linear": True})
 
 
-def test_nxd_training_s_ranks_with_keys_of_their_own_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nxd_training_s_ranks_with_keys_of_their_own_are_refused(tmp_path: Path, refusal: Refusal) -> None:
     for rank, shard in enumerate(nxdt_shards(llama().state_dict(), 4, 2)):
         for name in [name for name in shard if name.endswith(("weight_k", "weight_v"))]:
             shard[name] = shard[name] if rank else torch.randn_like(shard[name]) * shard[name].std()
         torch.save(shard, tmp_path / f"dp_rank_00_tp_rank_{rank:02}_pp_rank_00.pt")
-    assert convert(tmp_path, tmp_path / "ours", replicated(4, 2)) == 2
-    assert "the 2 copies of the keys differ, by " in capsys.readouterr().err
+    error = refusal(convert, tmp_path, tmp_path / "ours", replicated(4, 2))
+    assert "the 2 copies of the keys differ, by " in error
 
 
 # ---- Hugging Face's pickles
@@ -373,18 +366,14 @@ def test_a_folder_of_pickles_is_converted(build: Any, tmp_path: Path) -> None:
     assert_same_function(theirs, folder, tmp_path / "ours")
 
 
-def test_what_is_said_of_pickles_under_other_names_converts_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_said_of_pickles_under_other_names_converts_them(tmp_path: Path, refusal: Refusal) -> None:
     theirs, folder = llama(), tmp_path / "hf"
     theirs.config.save_pretrained(folder)
     (folder / "training_args.bin").touch()  # as transformers' Trainer, next to the weights
-    assert main([str(folder), str(tmp_path / "ours")]) == 2
-    assert f"{folder}: contains no weights" in capsys.readouterr().err
+    assert f"{folder}: contains no weights" in refusal(convert, folder, tmp_path / "ours")
     torch.save(theirs.state_dict(), folder / "model.pth")  # as litgpt's convert_from_litgpt
-    assert main([str(folder), str(tmp_path / "ours")]) == 2
     words = "rename model.pth to pytorch_model.bin, then convert them: python -m pretraining.tools.convert"
-    assert words in capsys.readouterr().err
+    assert words in refusal(convert, folder, tmp_path / "ours")
     (folder / "model.pth").rename(folder / "pytorch_model.bin")
     assert_same_function(theirs, folder, tmp_path / "ours")
 
@@ -440,15 +429,14 @@ def test_an_archive_is_read_compressed_or_not_and_no_damage_to_it_is_silent(tmp_
     ],
 )
 def test_an_index_of_pickles_names_files_of_its_folder_and_what_is_in_them(
-    index: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    index: dict[str, Any], message: str, tmp_path: Path, refusal: Refusal
 ) -> None:
     folder, theirs = tmp_path / "hf", llama()
     theirs.config.save_pretrained(folder)
     for path in (folder / "pytorch_model.bin", tmp_path / "outside.bin"):
         torch.save(theirs.state_dict(), path)
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    assert main([str(folder), str(tmp_path / "ours")]) == 2
-    assert message in capsys.readouterr().err
+    assert message in refusal(convert, folder, tmp_path / "ours")
 
 
 TUPLES = b"}" + b")" + b"\x85" * 200_000 + b"K\x01s."  # {((...),): 1}, whose hash is a recursion in C
@@ -461,7 +449,7 @@ CONTENTS = [{3: torch.ones(2)}, {"state_dict": 3}, {"weight": [1]}, [torch.ones(
 @pytest.mark.parametrize("is_zip", [True, False])
 @pytest.mark.parametrize("content", CONTENTS)
 def test_a_pickle_of_something_else_is_one_sentence(
-    content: Any, is_zip: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: Any, is_zip: bool, tmp_path: Path, refusal: Refusal
 ) -> None:
     theirs, file = llama(), tmp_path / "hf" / "pytorch_model.bin"
     theirs.config.save_pretrained(tmp_path / "hf")
@@ -472,22 +460,11 @@ def test_a_pickle_of_something_else_is_one_sentence(
     elif isinstance(content, bytes):
         data = file.read_bytes()
         file.write_bytes(data.replace(b"\x80\x02}q\x00.\x80\x02]", b"\x80\x02" + content + b"\x80\x02]"))
-    assert main([str(tmp_path / "hf"), str(tmp_path / "ours")]) == 2
-    lines = capsys.readouterr().err.splitlines()
+    lines = refusal(convert, tmp_path / "hf", tmp_path / "ours").splitlines()
     assert len([line for line in lines if not line.startswith("note: ")]) == 1
 
 
 # ---- What is refused
-
-
-class Attack:
-    """Calls a function when it is unpickled."""
-
-    def __init__(self, function: Any, *arguments: str) -> None:
-        self.call = function, arguments
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.call
 
 
 def test_nothing_in_a_pickle_runs(tmp_path: Path) -> None:
@@ -516,7 +493,7 @@ def test_nothing_in_a_pickle_runs(tmp_path: Path) -> None:
     ],
 )
 def test_a_folder_that_is_not_the_configuration_s_is_refused(
-    change: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    change: dict[str, Any], message: str, tmp_path: Path, refusal: Refusal
 ) -> None:
     """A dotted key is of NeMo's file, another one of GPT-NeoX's."""
     is_nemo = any("." in key for key in change)
@@ -526,5 +503,4 @@ def test_a_folder_that_is_not_the_configuration_s_is_refused(
     if is_nemo:
         torch.save({"state_dict": {}}, tmp_path / "model_weights.ckpt")
     config = tree("nemo", change) if is_nemo else {**NEOX, "gpt_j_residual": True, **change}
-    assert convert(tmp_path, tmp_path / "ours", config if change else None) == 2
-    assert message in capsys.readouterr().err
+    assert message in refusal(convert, tmp_path, tmp_path / "ours", config if change else None)
