@@ -108,6 +108,17 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
     return refuse
 
 
+@pytest.fixture
+def second_of_two() -> Iterator[None]:
+    """This process is the second of two, of which the first is not there."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """A real S3 server; its port."""

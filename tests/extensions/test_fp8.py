@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from main_training import CONFIGURATION, train
 from pretraining.config.errors import UserError
@@ -109,17 +107,14 @@ def test_a_traced_product_is_the_eager_one() -> None:
         assert torch.equal(eager, other)
 
 
+@pytest.mark.usefixtures("second_of_two")
 @pytest.mark.parametrize("heads", [1, 3])
 def test_the_key_value_heads_that_a_tensor_rank_takes_of_all_are_multiplied_in_float8(heads: int) -> None:
     fields = {"num_attention_heads": 6, "num_kv_heads": heads, "head_dim": 16, "tensor_parallel_size": 2}
     config = CONFIGURATION(**{**TOY, **FP8, **fields})
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-    try:
-        model, ranks = on_meta(config), DeviceMesh("cpu", [0, 1])
-        use_float8(model)
-        shard_over_tensor_ranks(model, ranks, torch_layout(config, Mesh(tensor=2)), sequence_parallel=False)
-    finally:
-        dist.destroy_process_group()
+    model, ranks = on_meta(config), DeviceMesh("cpu", [0, 1])
+    use_float8(model)
+    shard_over_tensor_ranks(model, ranks, torch_layout(config, Mesh(tensor=2)), sequence_parallel=False)
     block: Any = model.model.layers[0]
     projection, weight, x = block.self_attn.k_proj, torch.randn(heads * 16, 64), torch.randn(2, 16, 64).bfloat16()
     projection.weight = torch.nn.Parameter(weight)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 
 from main_training import CONFIGURATION
@@ -213,14 +210,6 @@ def test_muon_says_that_it_updates_nothing_where_adapters_alone_are_trained() ->
     adapters = {"optimizer": "muon", "lora_rank": 4}
     assert config(**adapters).facts["muon"].startswith("updates nothing")
     assert "muon" not in config(**adapters, lora_modules_to_save="up_proj").facts | config(optimizer="muon").facts
-
-
-@pytest.fixture
-def second_of_two() -> Iterator[None]:
-    """This process is the second of two, of which the first is not there."""
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("second_of_two")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pretraining.checkpoint.manifest import Facts, open_checkpoint
 from pretraining.checkpoint.peers import Peers
@@ -31,11 +28,9 @@ ALONE = Peers(together=False)
 
 
 @pytest.fixture
-def second_of_two_gpus() -> Iterator[DeviceMesh]:
+def second_of_two_gpus(second_of_two: None) -> DeviceMesh:
     """The mesh of process 1 of 2; no device is opened."""
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-    yield DeviceMesh("cuda", [0, 1], _init_backend=False)
-    dist.destroy_process_group()
+    return DeviceMesh("cuda", [0, 1], _init_backend=False)
 
 
 @pytest.mark.usefixtures("second_of_two_gpus")
