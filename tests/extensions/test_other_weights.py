@@ -24,6 +24,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.extensions.checkpoints import newest_checkpoint, read_tensors
 from pretraining.run.start import parameter_shapes
 from pretraining.tools.convert.convert import main as convert
+from pretraining.tools.convert.convert import to_huggingface
 from pretraining.tools.generate import base_weights, load_model
 from tests.checkpoint.small_run import PlainTrainee, open_run, small_config, train
 from tests.checkpoint.test_checkpoints import check_start_of, refuses, run
@@ -100,13 +101,6 @@ def test_an_adapter_does_not_continue_without_its_base(tmp_path: Path, capsys: p
     refuses("--num_layers=3", adapter, **fields, num_layers=3)  # some frozen weights would be the initial ones
     shutil.rmtree(base)
     refuses("there is no such folder", adapter, **fields)
-
-
-def test_a_load_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    for name, words in (("typo", "typo: there is no such folder"), ("empty", "empty: holds no committed checkpoint")):
-        with pytest.raises(UserError, match=words):
-            run(tmp_path / "b", ckpt_load_path=str(tmp_path / name))
 
 
 def test_strict_load_names_what_differs_and_can_be_told_to_let_it_be(
@@ -186,23 +180,19 @@ def test_adapters_alone_are_no_weights_to_start_from(fields: dict[str, Any], tmp
     refuses(words, tmp_path / "b", **{"lora_rank": 2, "ckpt_load_path": str(tmp_path), **fields})
 
 
-def test_another_rotary_base_needs_strict_load_off(tmp_path: Path) -> None:
-    run(tmp_path, num_steps=2)
-    with pytest.raises(ConfigError, match="rope_theta"):
-        run(tmp_path / "b", ckpt_load_path=str(tmp_path), rope_theta=5e5)
-    assert len(run(tmp_path / "b", ckpt_load_path=str(tmp_path), rope_theta=5e5, strict_load=False)) == 8
+def write_base(folder: Path, is_ours: bool, **fields: Any) -> Path:
+    """Train what adapters are trained on; return its folder, or that of its export to Hugging Face's format."""
+    run(folder, num_steps=2, **fields)
+    exported = to_huggingface(open_checkpoint(newest_checkpoint(folder)), folder.with_name("hf"))
+    return folder if is_ours else exported
 
 
 @needs("huggingface", "lora")
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_adapters_of_a_model_with_a_tied_head_are_read_with_their_base(tmp_path: Path, is_ours: bool) -> None:
-    base, log_dir = tmp_path / "base", tmp_path / "lora"
-    run(base, num_steps=2, tie_word_embeddings=True)
-    from pretraining.tools.convert.convert import to_huggingface
-
-    exported = to_huggingface(open_checkpoint(newest_checkpoint(base)), tmp_path / "hf")
-    path = str(base if is_ours else exported)
-    fields: dict[str, Any] = {"num_steps": 2, "lora_rank": 2, "ckpt_load_path": path, "tie_word_embeddings": True}
+    tied, log_dir = {"tie_word_embeddings": True}, tmp_path / "lora"
+    base = write_base(tmp_path / "base", is_ours, **tied)
+    fields: dict[str, Any] = {"num_steps": 2, "lora_rank": 2, "ckpt_load_path": str(base), **tied}
     run(log_dir, **fields)
     config, checkpoint = small_config(log_dir, **fields), open_checkpoint(newest_checkpoint(log_dir))
     load_model(config, {**base_weights(checkpoint, config), **read_tensors(checkpoint, is_weight)})
@@ -211,12 +201,8 @@ def test_adapters_of_a_model_with_a_tied_head_are_read_with_their_base(tmp_path:
 @needs("huggingface", "lora")
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_adapters_do_not_continue_on_other_weights_than_they_were_trained_on(tmp_path: Path, is_ours: bool) -> None:
-    base, log_dir = tmp_path / "base", tmp_path / "lora"
-    run(base, num_steps=2)
-    from pretraining.tools.convert.convert import to_huggingface
-
-    exported = to_huggingface(open_checkpoint(newest_checkpoint(base)), tmp_path / "hf")
-    config = small_config(log_dir, num_steps=2, lora_rank=2, ckpt_load_path=str(base if is_ours else exported))
+    base, log_dir = write_base(tmp_path / "base", is_ours), tmp_path / "lora"
+    config = small_config(log_dir, num_steps=2, lora_rank=2, ckpt_load_path=str(base))
     train(config, lambda step, loss: None)
     shapes = parameter_shapes(config)
     check_starting_point(config, log_dir, shapes)
@@ -224,15 +210,15 @@ def test_adapters_do_not_continue_on_other_weights_than_they_were_trained_on(tmp
     if is_ours:
         run(base, num_steps=4)
     else:
-        tensors = load_file(exported / "model.safetensors")
+        tensors = load_file(base / "model.safetensors")
         tensors["model.layers.0.self_attn.o_proj.weight"][0, 0] += 1
-        save_file(tensors, exported / "model.safetensors")
+        save_file(tensors, base / "model.safetensors")
     with pytest.raises(UserError, match=r"--ckpt_load_path=.* not the weights that the adapters of .*step_2"):
         check_starting_point(config, log_dir, shapes)
     with pytest.raises(UserError, match=r"--ckpt_load_path=.* put those there"):
         base_weights(open_checkpoint(newest_checkpoint(log_dir)), config)
     check_starting_point(replace(config, strict_load=False), log_dir, shapes)
-    (base if is_ours else exported).rename(tmp_path / "moved")
+    base.rename(tmp_path / "moved")
     with pytest.raises(UserError, match=r"^ckpt_load_path=.*the adapters of .*step_2 .* not there; put them back"):
         base_weights(open_checkpoint(newest_checkpoint(log_dir)), config)
 
