@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,19 +13,7 @@ from pretraining.config.errors import UserError
 from pretraining.config.flags import run
 from pretraining.run.configure import describe_settings
 from tests.selection import needs
-from tests.tools.importing.files import put, tree, write
-
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-6,
-}
+from tests.tools.importing.files import LLAMA, put, tree, write
 
 
 @pytest.fixture
@@ -56,14 +43,14 @@ def test_a_hugging_face_folder_alone_gives_the_dimensions(
 ) -> None:
     expected = {
         "model_variant": "custom",
-        "vocab_size": "300",
-        "hidden_size": "64",
-        "num_layers": "2",
+        "vocab_size": "90",
+        "hidden_size": "32",
+        "num_layers": "3",
         "num_attention_heads": "4",
         "num_kv_heads": "2",
-        "intermediate_size": "96",
-        "max_position_embeddings": "128",
-        "seq_length": "128",
+        "intermediate_size": "48",
+        "max_position_embeddings": "64",
+        "seq_length": "64",
         "norm_eps": "1e-06",
         "rope_theta": "10000.0",
     }
@@ -79,16 +66,16 @@ def test_a_hugging_face_folder_alone_gives_the_dimensions(
 def test_flags_win_over_a_hugging_face_folder_and_each_difference_is_printed(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    printed = typed(capsys, f"--ckpt_load_path={folder}", "--num_layers=3", "--norm_eps=1e-5", "--hidden_size=64")
+    printed = typed(capsys, f"--ckpt_load_path={folder}", "--num_layers=2", "--norm_eps=1e-5", "--hidden_size=32")
     notes = [line for line in printed.splitlines() if line.startswith("note:")]
     assert notes == [
         f"note: --norm_eps=1e-5: replaces rms_norm_eps=1e-06 in {folder}/config.json",
-        f"note: --num_layers=3: replaces num_hidden_layers=2 in {folder}/config.json",
+        f"note: --num_layers=2: replaces num_hidden_layers=3 in {folder}/config.json",
     ]
-    assert settings(printed)["num_layers"] == "3"
-    printed = typed(capsys, f"--ckpt_load_path={folder}", "--model_variant=tiny", "--vocab_size=300")
+    assert settings(printed)["num_layers"] == "2"
+    printed = typed(capsys, f"--ckpt_load_path={folder}", "--model_variant=tiny", "--vocab_size=90")
     assert settings(printed).keys() & {"hidden_size", "num_layers", "vocab_size"} == {"vocab_size"}
-    assert f"note: --model_variant=tiny: has num_layers=6 instead of num_hidden_layers=2 in {folder}" in printed
+    assert f"note: --model_variant=tiny: has num_layers=6 instead of num_hidden_layers=3 in {folder}" in printed
     assert "vocab_size=4096" not in printed
 
 

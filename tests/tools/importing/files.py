@@ -42,6 +42,21 @@ SETTINGS: dict[str, Any] = {
     "report_interval": 1,
 }
 
+LLAMA: dict[str, Any] = {  # a config.json of Hugging Face's
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 90,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+
 
 def tree(kind: str, changes: dict[str, Any] | None = None) -> dict[str, Any]:
     """A copy of one format's file with other values of these dotted keys."""
