@@ -313,16 +313,6 @@ def test_a_reader_that_closes_the_pipe_ends_the_script_without_traceback(script:
     assert process.wait() == 128 + signal.SIGPIPE
 
 
-def test_ctrl_c_ends_a_script_with_its_exit_code_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted() -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # exit_with sets it
-    with pytest.raises(SystemExit) as ended:
-        exit_with(interrupted)
-    assert ended.value.code == 128 + signal.SIGINT
-
-
 def test_a_script_whose_streams_were_closed_gives_their_numbers_to_no_other_file() -> None:
     code = "import os; from pretraining.config.script import exit_with; " \
            "exit_with(lambda: print('text') or os.open('.', os.O_RDONLY) <= 2)"  # fmt: skip
@@ -331,13 +321,20 @@ def test_a_script_whose_streams_were_closed_gives_their_numbers_to_no_other_file
         assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0, closed
 
 
-def test_a_script_ends_with_its_code_in_a_notebook_whose_streams_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def interrupted() -> int:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("main", "code"), [(lambda: 3, 3), (interrupted, 128 + signal.SIGINT)])
+def test_a_script_ends_with_its_code_in_a_notebook_whose_streams_are_its_own_and_after_ctrl_c(
+    main: Any, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("stdout", "stderr"):  # ipykernel's have no encoding, and no reconfigure
         monkeypatch.setattr(sys, name, io.StringIO())
-    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # exit_with sets it
     with pytest.raises(SystemExit) as ended:
-        exit_with(lambda: 3)
-    assert ended.value.code == 3
+        exit_with(main)
+    assert ended.value.code == code
 
 
 def test_a_full_disk_has_the_documented_code_where_no_message_can_be_written_either() -> None:
