@@ -45,10 +45,7 @@ COLUMNS: list[tuple[dict[str, list[list[Any]]], str]] = [  # besides the tokens,
     ({"attention_mask": PADDED}, PADDING),
     ({"attention_mask": [[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]}, PADDING),
     ({"attention_mask": PADDED, "labels": [[5, 6, -100], [8, 9, 10]]}, ""),
-    (
-        {"attention_mask": [[0, 1, 1], [1, 1, 1]], "labels": [[-100, 6, 7], [8, 9, 10]]},
-        "attention_mask marks padding before a text",
-    ),
+    ({"attention_mask": [[0, 1, 1], [1, 1, 1]], "labels": [[-100, 6, 7], [8, 9, 10]]}, "marks padding before a text"),
     ({"completion_mask": MASK}, "column completion_mask marks the trained tokens.*rename it to loss_mask"),
     ({"mask": MASK}, "column mask marks the trained tokens.*rename it to loss_mask"),  # torchtune's
     ({"completion_mask": MASK, "loss_mask": MASK}, ""),

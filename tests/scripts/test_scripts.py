@@ -292,10 +292,7 @@ def test_processes_of_two_hosts_are_counted_on(installed: Path) -> None:
         ({"NNODES": "two"}, "NNODES=two is not a whole number"),
         ({"NNODES": "0"}, "NNODES=0: a run has one host or more"),
         ({"NPROC": "2", "NPROC_PER_NODE": "4"}, "NPROC=2 and NPROC_PER_NODE=4: two numbers of processes per host"),
-        (
-            {"NPROC": "2", "WORLD_SIZE": "2", "RANK": "1"},
-            "WORLD_SIZE=2: a scheduler has started 2 processes of this job",
-        ),
+        ({"NPROC": "2", "WORLD_SIZE": "2", "RANK": "1"}, "WORLD_SIZE=2: a scheduler has started 2 processes"),
         ({"NPROC": "2", "SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS=2: srun has started 2 processes"),
         ({"NPROC": "-1"}, "NPROC=-1 is not a whole number"),
         ({"MAX_RESTARTS": "08"}, "MAX_RESTARTS=08 is not a whole number"),
@@ -351,9 +348,8 @@ def test_a_program_without_flags_is_started_again(tmp_path: Path) -> None:
 open(os.environ["PROGRESS_FILE"], "w").write(f"{1:020}")
 sys.exit(0 if int(os.environ["RESTARTS"]) else 5)
 """)
-    command = [sys.executable, "-m", "pretraining.tools.launch", str(program)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr.count("restart 1 of at most")) == (0, 1), ended.stderr
+    ended = call([sys.executable, "-m", "pretraining.tools.launch", program])
+    assert ended.stderr.count("restart 1 of at most") == 1, ended.stderr
 
 
 @pytest.mark.slow

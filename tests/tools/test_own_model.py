@@ -18,6 +18,7 @@ from pretraining.extensions.checkpoints import read_tensors
 from pretraining.models.ops import next_token_loss
 from pretraining.tools.library import OwnModel, Training
 from pretraining.tools.library.own_llama import as_llama, unlike_blocks
+from tests.checkpoint.test_store import assert_equal
 from tests.pages import code_of, losses_of, outputs
 
 ROOT = Path(__file__).parents[2]
@@ -77,12 +78,6 @@ def test_a_stopped_run_continues_bit_for_bit_under_the_names_of_the_model(unbrok
 def training_config() -> Any:
     with Training(SETTINGS, model=MODEL) as training:
         return training.config
-
-
-def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    assert left.keys() == right.keys()
-    for name, tensor in left.items():
-        assert torch.equal(tensor, right[name]), name
 
 
 @pytest.mark.parametrize(

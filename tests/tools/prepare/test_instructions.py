@@ -262,14 +262,8 @@ def test_a_chat_has_the_tokens_of_a_prompt_where_a_model_adds_a_space_to_a_text(
         ({"prompt": CHAT, "completion": []}, "completion is not a list of objects"),
         ({"messages": "x"}, "not a list of objects with role and content"),
         ({"messages": [{"role": "user"}]}, "not a list of objects with role and content"),
-        (
-            {"messages": [*CHAT, {**EMPTY, "tool_calls": []}]},
-            "of messages, assistant's, has neither content nor tool_c",
-        ),
-        (
-            {"prompt": CHAT, "completion": [{**EMPTY, "name": "model", "id": "m1", "weight": 1}]},
-            "message 0 of completion, assistant's, has neither content nor tool_c",
-        ),
+        ({"messages": [*CHAT, {**EMPTY, "tool_calls": []}]}, "message 5 of messages, assistant's, has neither content"),
+        ({"prompt": CHAT, "completion": [{**EMPTY, "name": "model", "id": "m1", "weight": 1}]}, "neither content nor"),
         ({"messages": [*CHAT[:-1], CHAT[-1] | {"weight": 0}]}, "message 4 has weight 0, which .* does not read: give"),
         ({"messages": CHAT, "tools": "f()"}, "tools is not a list of objects"),
         ({"messages": CHAT, "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs is not followed"),
