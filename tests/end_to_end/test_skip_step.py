@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.small import MODEL, environment, reports
+from tests.end_to_end.small import FLAGS, environment, reports
 from tests.processes import call
 from tests.selection import needs_xla
 from tests.warm import python
@@ -34,19 +34,8 @@ class Counters:  # of which half of the tokens are one too large
 for flags, spike in json.loads(sys.argv[1]):
     train(flags, data={{"train": Counters(spike)}})
 """
-TINY: dict[str, Any] = {
-    **MODEL,
-    "num_kv_heads": 4,
-    "global_batch_size": 8,
-    "batch_size": 4,
-    "learning_rate": 1e-2,
-    "lr_schedule": "constant",
-    "mixed_precision": False,
-    "sharding_strategy": "fsdp",
-    "report_interval": 1,
-    "checkpoint_interval": STEPS,
-    "skip_step_deviations": 6.0,
-}
+TINY: dict[str, Any] = {**FLAGS, "vocab_size": 64, "num_kv_heads": 4, "global_batch_size": 8, "batch_size": 4}
+TINY |= {"lr_schedule": "constant", "checkpoint_interval": STEPS, "skip_step_deviations": 6.0}
 
 
 def losses_and_outliers(folder: Path) -> dict[int, tuple[float, float]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.models.test_options import EVERYTHING
 from tests.parallel.launch import (
     ALONE,
     HAS_SHARDING_REPORT,
@@ -35,21 +36,7 @@ HSDP_2: Fields = {**HSDP, "sharding_group_size": 2}
 ZERO1: Fields = {"sharding_strategy": "zero1"}
 STRATEGIES: dict[str, Fields] = {"ddp": DDP, "fsdp": FSDP, "hsdp": HSDP}
 # Options of the model, all that differ from Llama's
-OPTIONS: Fields = {
-    "norm_type": "layernorm",
-    "norm_bias": True,
-    "activation": "gelu",
-    "attn_bias": True,
-    "mlp_bias": True,
-    "qk_norm": True,
-    "parallel_residual": True,
-    "shared_norm": True,
-    "rotary_percentage": 0.5,
-    "tie_word_embeddings": True,
-    "z_loss": 1e-2,
-    "logit_softcap": 10.0,
-    "scale_embeddings": True,
-}
+OPTIONS: Fields = {**EVERYTHING, "shared_norm": True, "z_loss": 1e-2, "logit_softcap": 10.0, "scale_embeddings": True}
 WINDOWED: Fields = {"sliding_window": 20, "position_embedding_type": "learned_absolute"}
 # Frozen projections have no gradient, and with it no marker in the backward pass
 ADAPTERS: Fields = {"lora_rank": 4, "lora_target_modules": "q_proj,up_proj", "lora_init": "gaussian"}
