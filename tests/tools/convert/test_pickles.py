@@ -419,8 +419,6 @@ def test_an_archive_is_read_compressed_or_not_and_no_damage_to_it_is_silent(tmp_
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ({}, "has no weight_map"),
-        ({"weight_map": None}, "has no weight_map"),
         ({"weight_map": 3}, "has no weight_map"),
         ({"weight_map": {"model.norm.weight": 3}}, "3 is not the name of a bin file in the folder"),
         ({"weight_map": {"model.norm.weight": "../outside.bin"}}, "'../outside.bin' is not the name of a bin file"),
