@@ -43,7 +43,7 @@ from tests.processes import Refusal, call
 from tests.tokenizer_files import write_byte_level
 from tests.warm import python
 
-SIZES: dict[str, Any] = {**MODEL, "max_position_embeddings": 64, "init_std": 0.5}
+SIZES: dict[str, Any] = {**MODEL, "num_kv_heads": 4, "max_position_embeddings": 64, "init_std": 0.5}
 WORDS = ("quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "größe", "winter", "nights")
 TASKS = {
     "own_choices": """
