@@ -16,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
@@ -196,13 +197,17 @@ def read_run(folder: Path) -> Run:
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
-    """Return the starts of a run, oldest first; none if they are not known."""
+    """Return the starts of a run that can be read, oldest first."""
     try:
         from pretraining.extensions.history import FILE_NAME as STARTS
 
-        starts = [json.loads(line) for line in (folder / STARTS).read_text().splitlines()]
-    except (ModuleNotFoundError, OSError, ValueError, RecursionError):
+        lines = (folder / STARTS).read_bytes().splitlines()
+    except (ModuleNotFoundError, OSError):
         return []
+    starts = []
+    for line in lines:
+        with suppress(ValueError, RecursionError):  # a kill has cut it
+            starts.append(json.loads(line))
     return [start for start in starts if isinstance(start, dict) and isinstance(start.get("step"), int)]
 
 

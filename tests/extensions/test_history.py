@@ -13,6 +13,7 @@ pytest.importorskip("pretraining.extensions.history")
 pytest.importorskip("pretraining.extensions.held_out")
 
 from pretraining import train
+from pretraining.tools.report import read_starts
 from tests.data.corpora import write_lists
 from tests.end_to_end.small import ONE_PROCESS
 
@@ -49,3 +50,4 @@ def test_a_run_that_continues_with_other_validation_data_says_so(
     assert [start["step"] for start in starts] == [0, 1, 2, 3, 4, 5]
     (tmp_path / "run" / "starts.jsonl").write_text("{")  # a kill has cut it
     assert start(7, valid_data_path=tmp_path / "moved") == []
+    assert [start["step"] for start in read_starts(tmp_path / "run")] == [6]

@@ -38,8 +38,14 @@ class History(Watcher):
         with run.metrics.named():
             for note in held_out_changes(last_start(path), now) if run.start_step else ():
                 run.print(note)
+            end = "\n" if run.start_step and is_cut(path) else ""
             with path.open("a" if run.start_step else "w") as file:
-                file.write(json.dumps(now) + "\n")
+                file.write(f"{end}{json.dumps(now)}\n")
+
+
+def is_cut(path: Path) -> bool:
+    """Return whether a kill or a full disk has cut the last line of a file."""
+    return path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
 
 
 def start_of(run: TrainingRun) -> dict[str, Any]:
