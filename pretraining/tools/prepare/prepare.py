@@ -73,7 +73,7 @@ _SHARDS, _LARGEST_SHARD = 4096, 2**30
 _STDLIB_SHARD_BYTES = 2 * 2**20  # it has 12 MB: six shards keep several cores busy
 _STDLIB_SAMPLE = 1_600_000  # a first run waits for it: 1 s
 _VALIDATION = ("--val_interval=50", "--val_steps=-1", "--drop_last_val=False")
-_STDLIB_FLAGS = ("--val_interval=35", "--val_steps=4", "--val_sanity_steps=-1", "--run_name=quickstart")
+_STDLIB_FLAGS = ("--val_interval=27", "--val_steps=4", "--val_sanity_steps=-1", "--run_name=quickstart")
 
 
 @dataclass(frozen=True)
