@@ -37,12 +37,10 @@ def train_steps(run: TrainingRun, extensions: Sequence[Extension]) -> int:
         run.watchers += [watcher for extension in extensions if extension.watch and (watcher := extension.watch(run))]
         with raise_lost_peer_error(run.engine.process_index, run.config.collective_timeout):
             _check_watchers(run)
-            if run.start_step >= run.config.num_steps:
-                code = FINISHED
-            else:
-                _prepare_first_step(run)
-                code = _run_steps(run, batches, reports)
+            code = FINISHED if run.start_step >= run.config.num_steps else _run_steps(run, batches, reports)
             if code == FINISHED:
+                if run.checkpoints.saved_to:  # of a run that was to go on: other hosts do not have its last step
+                    _save(run, run.step, asked=True)
                 for watcher in run.watchers:
                     watcher.finish()
                 code = _left_before(run, run.interrupt.is_leaving, None, 0)
@@ -75,6 +73,7 @@ def train_steps(run: TrainingRun, extensions: Sequence[Extension]) -> int:
 def _run_steps(run: TrainingRun, batches: Prefetcher, reports: Reports) -> int:
     config, interrupt, skipped = run.config, run.interrupt, 0
     result: StepResult | None = None
+    _prepare_first_step(run)
     reports.watch.restart(run.start_step)
     for step in range(run.start_step + 1, config.num_steps + 1):
         is_first = begins_rows(run, step)

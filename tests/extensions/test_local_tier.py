@@ -105,13 +105,16 @@ class Ended(Watcher):
 
 
 @pytest.mark.slow
-def test_what_a_host_alone_has_is_saved_elsewhere_at_a_signal_before_the_first_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("steps", "code"), [(9, 128 + signal.SIGTERM), (3, 0)])
+def test_what_a_host_alone_has_is_saved_elsewhere_by_a_start_that_makes_no_step(
+    tmp_path: Path, steps: int, code: int
+) -> None:
     flags = {**ONE_PROCESS, **settings(tmp_path), "use_dummy_dataset": True, "num_steps": 9, "log_dir": tmp_path}
     extensions = (*main_training.EXTENSIONS, Extension(watch=Ended))
     with contextlib.suppress(KilledError):
         main_training.train(flags, extensions=extensions)
     assert (names(tmp_path / "local"), names(tmp_path / "checkpoints")) == (["step_3"], [])
-    assert main_training.train(flags, extensions=extensions).code == 128 + signal.SIGTERM
+    assert main_training.train({**flags, "num_steps": steps}, extensions=extensions).code == code
     assert names(tmp_path / "checkpoints") == ["step_3"]
 
 
