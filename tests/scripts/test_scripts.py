@@ -363,7 +363,7 @@ def test_two_processes_train_with_the_script_s_settings_on_the_loopback_address_
         assert {each.laddr.ip for each in sockets} == {"127.0.0.1"} and len(run.workers()) == 2
         run.script.send_signal(signal.SIGTERM)
         assert run.script.wait(PATIENCE) == 128 + signal.SIGTERM, run.errors()
-    assert "--num_steps=70 is overridden by the later --num_steps=1000000" in run.errors()
+    assert "is overridden by the later --num_steps=1000000" in run.errors()
     ended = bash(installed, f"bash scripts/train.sh {TOY} --log_dir=finished --num_steps=2")
     assert ended.returncode == 0, ended.stderr
     assert (installed / "finished" / "metrics.jsonl").read_text().count("grad_norm") == 2
