@@ -33,7 +33,6 @@ settings=(
     --batch_size=2
     --num_steps=54
     --optimizer=muon
-    --optimizer_args=momentum=0.5  # 0.95 averages the gradients of 20 steps, which suits runs of thousands
     --learning_rate=1.4e-2
     --init_std=0.05  # 0.02 suits hidden sizes of thousands, and learns more slowly here
     # fp32, because most CPUs have no bf16 units: a step in mixed precision takes several times as long. On TPUs and
@@ -43,10 +42,13 @@ settings=(
     --report_interval=1
     --checkpoint_interval=27
 )
+# Not with another --optimizer. 0.95, the default, averages the gradients of 20 steps, which suits runs of thousands
+of_muon=--optimizer_args=momentum=0.5
 corpus=data/stdlib
 
 main() {
     local requirements=requirements.txt options=() flags=("${settings[@]}") gpus
+    has_flag 'optimizer=' "$@" || flags+=("$of_muon")
     gpus=$(count_gpus)
     if [[ ${ENGINE:-} == torch ]] && is_tpu_host; then
         use_torch_tpu

@@ -252,6 +252,13 @@ def test_the_small_corpus_is_the_data_of_a_run_without_other_data_alone(installe
         assert (ended.returncode, ended.stdout) == (3, f"{is_used}\n"), ended.stderr
 
 
+def test_another_optimizer_does_not_have_the_settings_of_muon(installed: Path) -> None:
+    replace_main(installed, "import sys; print(sum('--optimizer_args' in word for word in sys.argv))\n")
+    for flags, count in (("--optimizer_args=momentum=0.9", 2), ("--optimizer adamw", 0)):
+        ended = bash(installed, f"bash scripts/train.sh --use_dummy_dataset {flags}")
+        assert (ended.returncode, ended.stdout) == (0, f"{count}\n"), ended.stderr
+
+
 def printing(*names: str) -> str:
     """Return a program that prints variables of its environment in one piece."""
     return f"import os, signal, sys; os.write(1, ' '.join([os.environ[name] for name in {names}] + ['\\n']).encode())\n"
