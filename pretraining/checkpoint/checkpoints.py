@@ -49,7 +49,7 @@ class Checkpoints:
         """
         self._config, self._peers = config, Peers(timeout=config.collective_timeout)
         self.folder = checkpoint_folder(config, log_dir)
-        self._locks: list[FolderLock | Place] = []
+        self._locks: list[FolderLock] = []
         self.newest: int | None = None  # newest step that is committed, or being written
         self._before: int | None = None  # the one before it
         # Of saves to `folder` in a row; Start.digest of the run; seconds until a save was committed
@@ -188,6 +188,7 @@ class Checkpoints:
     def release(self) -> None:
         """Leave the folders to other runs, as a notebook does that goes on; not while a thread writes to one."""
         if not (self._background and self._background.is_writing):
-            for lock in (*self._locks, *self._places):
-                lock.release()
+            held: list[FolderLock | Place] = [*self._locks, *self._places]
+            for each in held:
+                each.release()
             self._locks.clear()
